@@ -1,12 +1,12 @@
-"""Seconds a round by the number of workers: what the driver of a run on a cluster adds up, in the same run on one machine.
+"""Measure seconds per round by the number of workers of a cluster, and the part that the driver adds for each node.
 
     python benchmarks/cluster.py [--workers 2 4 8] [--parameters N] [--rounds N] [--ray-address HOST:PORT]
 
-Every worker serves one node, and answers each round with an array of N float32 values that it makes without computing: what
-remains is messages, Ray, and the server's sum. Prints, for every number of workers, the median seconds of a round, the bytes that
-cross to and from one node in it, and of these seconds those in which the driver reads the replies and adds them up. Without an
-address the workers share the cores of this machine: a round can't be shorter there than their work one after the other, and the
-lines say how much the driver adds for each node, not how fast a cluster is. Says how busy the machine was before.
+Every worker serves one node, and replies in each round with an array of N float32 values that takes no computing. So the time is
+that of messages, Ray and the server's sum. For every number of workers the program prints the median seconds of a round, the
+bytes to and from one node, and the seconds in which the driver reads and sums the replies. Without an address the workers share
+the cores of this machine. A round can't be shorter there than their work one after another: the lines then show how much the
+driver adds for each node, not how fast a cluster is. The program prints how busy the machine was before.
 """
 
 import argparse
@@ -26,7 +26,7 @@ WARM_UP = 3
 
 
 def answering(parameters: int) -> ClientApp:
-    """Return an app whose nodes answer with an array at once."""
+    """Return an app whose nodes reply with an array at once."""
     app = ClientApp()
 
     @app.train()
@@ -37,7 +37,7 @@ def answering(parameters: int) -> ClientApp:
 
 
 def measured(workers: Workers, parameters: int, num_rounds: int) -> tuple[float, float]:
-    """Return the seconds of a round with one node a worker, and those of its sum."""
+    """Return the seconds of a round with one node per worker, and the seconds of its sum."""
     model = ArrayRecord([np.zeros(parameters, np.float32)])
     seconds, adding = [], []
     with RayGrid(answering(parameters), workers, num_nodes=len(workers.actors)) as grid:
@@ -61,7 +61,7 @@ def main() -> None:
     """Measure every number of workers."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workers", type=int, nargs="+", default=[2, 4, 8])
-    parser.add_argument("--parameters", type=int, default=203_530, help="those of the MLP 784-256-10 by default")
+    parser.add_argument("--parameters", type=int, default=203_530, help="length of the array; default: the MLP 784-256-10")
     parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--ray-address", default="")
     options = parser.parse_args()

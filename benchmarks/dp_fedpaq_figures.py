@@ -1,20 +1,20 @@
-"""Figs. 2, 3b and 4 of the DP-FedPAQ paper, and SCAFFOLD with privacy: test loss over E, M, epsilon, C and gamma.
+"""Reproduce Figs. 2, 3b and 4 of the DP-FedPAQ paper, and SCAFFOLD with privacy: test loss over E, M, epsilon, C and gamma.
 
     python benchmarks/dp_fedpaq_figures.py RESULTS.jsonl --data-dir DIR [--seeds N] [--parts PART ...] [--plot FILE.png]
                                            [--scaffold-plot FILE.png] [--no-runs]
 
 From the paper: logistic regression on MNIST, HET_MNIST(2), N = 100, M = 10, K = 100 rounds, E = 10, s = 10, gamma = E b / n with
 E b = 120 of 542 records, C = 1, delta 1e-4, eta_k = 0.1 / (1 + kE/100); one of them is changed at a time. Without noise all else
-is the same. What one record moves is taken as 2 eta C / b ("2 eta C / b", which nobody has proved for ten classes and E > 1; the
-paper names no sensitivity at all) or as what the product proves for any model ("per-step"). The noise is eq. 17's, as
-`calibration="paper"` makes it, and in the part `scaffold` that of `calibration="exact"`.
+is the same. The sensitivity to one record is either 2 eta C / b ("2 eta C / b", which nobody has proved for ten classes and
+E > 1; the paper names no sensitivity at all) or the one that the package proves for any model ("per-step"). The noise is eq.
+17's, as `calibration="paper"` makes it, and in the part `scaffold` that of `calibration="exact"`.
 
-The hundreds of runs are made by steps written out for this one model, all clients of a round at once, which is 50 times as fast
-as the product's. Noise, epsilons, data and initial models are the product's, and before the first run a client's local steps are
-compared with those of the product's. Here everything is drawn from the seed: nothing of it is a private release.
+The program makes the hundreds of runs by steps written out for this one model, all clients of a round at once: 50 times as fast
+as the package. Noise, epsilons, data and initial models are the package's. Before the first run the program compares a client's
+local steps with the package's. NOT PRIVATE: everything here, also the noise, is drawn from the seed.
 
-Each run is a line of RESULTS.jsonl, written when it ends; a run that is there is not made again, so the same command goes on
-where it was stopped. One process, one torch thread.
+Each run is a line of RESULTS.jsonl, written when it ends. To resume, repeat the command: it skips the runs that are in the file.
+One process, one torch thread.
 """
 
 import argparse
@@ -30,13 +30,13 @@ from typing import Any
 import numpy as np
 import points
 import torch
-from points import Row, Run, config_of, deviation, quiet, records, spread, table
+from points import ParsedRunConfig, Row, config_of, deviation, quiet, records, spread, table
 from torch import Tensor
 
 from flower_dp.clients import DPFedPAQRecipe, FlatModel
-from flower_dp.clients.reply.pipeline import Job
+from flower_dp.clients.reply.pipeline import ClientJob
 from flower_dp.privacy import accounting
-from flower_dp.privacy.client_terms import Terms
+from flower_dp.privacy.client_terms import ClientTerms
 from flower_dp.privacy.dp_fedpaq import FedPAQSteps, expected_replies, update_terms
 
 CLIENTS, RECORDS, CLASSES, DELTA, RATE, DECAY = 100, 542, 10, 1e-4, 0.1, 100.0
@@ -47,7 +47,7 @@ CHOSEN, FEW, MANY = 120, 30, 480
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """A point; its attributes are keys of a line of the results."""
+    """A point of the experiment; its attributes are keys of a line of the results."""
 
     steps: int = 10
     batch: int = 12
@@ -62,8 +62,8 @@ class Case:
     digits: int = 2
 
     @property
-    def terms(self) -> Terms:
-        """What the product would do with this much noise and a sensitivity that is proved: `per-step`."""
+    def terms(self) -> ClientTerms:
+        """Return the package's terms with this much noise and the proved sensitivity `per-step`."""
         epsilon = self.epsilon
         if self.sensitivity == NOT_PROVED:  # the same noise, of a sensitivity so many times larger
             epsilon *= (self.steps - 1) * self.batch + 1
@@ -71,12 +71,12 @@ class Case:
 
     @property
     def product_steps(self) -> FedPAQSteps:
-        """The steps as the product takes them."""
+        """Return the steps as the package takes them."""
         given: dict[str, Any] = {"learning_rate": RATE, "sensitivity": PROVED, "decay_iterations": DECAY}
         return FedPAQSteps(num_local_steps=self.steps, batch_size=self.batch, clip_norm=self.clip, **given)
 
     def proved(self, replies: int | None = None) -> float:
-        """Return the epsilon that is proved for so many replies of a client together, by default for all."""
+        """Return the proved epsilon of so many replies of a client together, by default of all."""
         if math.isinf(self.epsilon):
             return INF
         terms = self.terms
@@ -85,7 +85,7 @@ class Case:
 
 
 @cache
-def _terms(steps: FedPAQSteps, epsilon: float, rounds: int, cohort: int, calibration: str) -> Terms:
+def _terms(steps: FedPAQSteps, epsilon: float, rounds: int, cohort: int, calibration: str) -> ClientTerms:
     replies = expected_replies(rounds, cohort, CLIENTS, at_random=True)
     return update_terms(
         steps=steps, epsilon=epsilon, delta=DELTA, num_replies=replies, num_records=RECORDS, calibration=calibration
@@ -96,15 +96,15 @@ class Problem:
     """The clients' records and the initial model of a seed.
 
     Attributes:
-        inputs: [clients, records, features + 1]: with a column of ones for the bias.
-        wanted: [clients, records, classes]: one-hot.
-        start: [classes, features + 1].
+        inputs: features [clients, records, features + 1], with a column of ones for the bias.
+        wanted: one-hot labels [clients, records, classes].
+        start: initial weights [classes, features + 1].
     """
 
     def __init__(self, seed: int, digits: int, data_dir: str) -> None:
         dealing = {"partition": "het-mnist", "classes-per-client": digits, "num-clients": CLIENTS}
         self.config = config_of("mnist-dp-fedpaq", {**dealing, "seed": seed, "data-dir": data_dir})
-        self.run, dealt = Run.of(self.config), records.deal(records.config_of(self.config))
+        self.run, dealt = ParsedRunConfig.of(self.config), records.deal(records.config_of(self.config))
         self.clients = [dealt.clients[name] for name in sorted(dealt.clients)]
         batches = [one.batch(torch.arange(RECORDS), torch.device("cpu")) for one in self.clients]
         self.inputs = torch.stack([_with_ones(inputs) for inputs, _ in batches])
@@ -116,7 +116,7 @@ class Problem:
 
     @cached_property
     def norms(self) -> Tensor:
-        """[clients, records]: of the inputs."""
+        """Return the norms of the inputs [clients, records]."""
         return torch.linalg.vector_norm(self.inputs, dim=2)
 
     def test(self, model: Tensor) -> tuple[float, float]:
@@ -153,24 +153,24 @@ def _row(matrix: Tensor) -> Tensor:
 
 
 def check(problem: Problem) -> None:
-    """Compare a client's local steps with the product's, on the same records in the same order, with SCAFFOLD's correction."""
+    """Compare a client's local steps with the package's, on the same records in the same order, with SCAFFOLD's correction."""
     case, flat = Case(steps=3, clip=0.5), FlatModel(problem.run.model())
     recipe = DPFedPAQRecipe(steps=case.product_steps, epsilon=INF, delta=DELTA, num_replies=1)
     drift = 0.1 * torch.randn(problem.start.shape, generator=torch.Generator().manual_seed(1))
     release = recipe.terms("", problem.clients[7]).release
     pipeline = recipe.pipeline(release, model=flat, server_round=1, drift=_row(drift).to(torch.float64))
-    job = Job(name="", records=problem.clients[7], seed=0, secret=lambda: np.random.default_rng(5))
+    job = ClientJob(name="", records=problem.clients[7], seed=0, secret=lambda: np.random.default_rng(5))
     ((total, _),) = pipeline.train.rows(flat.vector.clone(), [job])
     product = total if pipeline.after_noise is None else pipeline.after_noise(total)
     places = torch.from_numpy(np.random.default_rng(5).permutation(RECORDS)[: case.steps * case.batch])[None]
     (made,) = problem.updates(problem.start, case, torch.tensor([7]), places, RATE, drift[None])
     own = _row(made)
     if not torch.allclose(own, product, rtol=1e-3, atol=1e-5 * float(product.abs().max())):
-        raise SystemExit(f"local steps differ from the product's by up to {float((own - product).abs().max()):.3g}")
+        raise SystemExit(f"local steps differ from the package's by up to {float((own - product).abs().max()):.3g}")
 
 
-def quantised(rows: Tensor, levels: int, rng: torch.Generator) -> Tensor:
-    """Return QSGD of every row [m, d]: levels of its norm, rounded at random and without bias."""
+def quantized(rows: Tensor, levels: int, rng: torch.Generator) -> Tensor:
+    """Return every row [m, d] after QSGD: rounded at random and without bias to levels of its norm."""
     scale = torch.linalg.vector_norm(rows, dim=1, keepdim=True)
     drawn = torch.floor(rows.abs() * (levels / scale) + torch.rand(rows.shape, generator=rng)).clamp(max=levels)
     return rows.sign() * drawn * (scale / levels)
@@ -193,7 +193,7 @@ def run(problem: Problem, case: Case, seed: int) -> Row:
         made = problem.updates(model, case, who, places, rate, drift)
         if noise:
             made += rate / case.batch * noise * torch.randn(made.shape, generator=rng)
-        sent = quantised(made.flatten(1), case.levels, rng).view_as(made) if case.levels else made
+        sent = quantized(made.flatten(1), case.levels, rng).view_as(made) if case.levels else made
         if case.method == "scaffold":
             change = -common - sent / (case.steps * rate)
             own[who] += change
@@ -260,7 +260,7 @@ class Results(points.Results):
     """The runs of the file."""
 
     def of(self, case: Case, key: str = "loss", *, at: int | None = None) -> list[float]:
-        """Return a number of all runs of a point after so many rounds, by default all."""
+        """Return one number of every run of a point after so many rounds, by default all."""
         return [row[key][row["rounds"].index(at or case.rounds)] for row in self.rows(case)]
 
     def curve(self, case: Case) -> tuple[list[int], list[float], list[float]]:
@@ -271,7 +271,7 @@ class Results(points.Results):
 
     @property
     def seconds(self) -> float:
-        """Processor time of all runs."""
+        """Return the processor time of all runs, in seconds."""
         return sum(row["seconds"] for case in self.cases for row in self.rows(case))
 
 
@@ -299,7 +299,7 @@ def _spread(values: Sequence[float]) -> str:
 
 
 def _apart(one: Sequence[float], other: Sequence[float]) -> str:
-    # Where runs were stopped, one of them may lack the last seed.
+    # If the program was interrupted, one point may lack the last seed.
     apart = [a - b for a, b in zip(one, other, strict=False)]
     error = deviation(apart) / len(apart) ** 0.5
     return f"{statistics.fmean(apart):+.3f} ± {error:.3f} ({sum(a < 0 for a in apart)} of {len(apart)})"
@@ -314,7 +314,7 @@ ENDS = (("20 rounds", 100, 20), ("100 rounds", 100, None), ("2,000 steps", 0, No
 
 
 def tables(results: Results) -> dict[str, list[Row]]:
-    """Return the rows of every table, by title; lists are numbers of all seeds."""
+    """Return the rows of every table, by title; a list has the numbers of all seeds."""
     of = results.of
     return {
         "Fig. 2: E": [
@@ -446,7 +446,7 @@ def main() -> None:
     parser.add_argument("--parts", nargs="+", choices=list(cases()), default=list(cases()))
     parser.add_argument("--plot", help="picture of the figures' curves")
     parser.add_argument("--scaffold-plot", help="picture of the part `scaffold`")
-    parser.add_argument("--no-runs", action="store_true", help="tables and pictures of the results as they are")
+    parser.add_argument("--no-runs", action="store_true", help="make only tables and pictures of the results so far")
     options = parser.parse_args()
     torch.set_num_threads(1)
     quiet()

@@ -1,4 +1,4 @@
-"""Do DP-FedSAM's claims hold? Six methods, fixed and adaptive clip norm, tuned on an equal budget of runs, then several seeds.
+"""Test DP-FedSAM's claims: six methods, fixed and adaptive clip norm, tuned with equally many runs, then several seeds.
 
     python benchmarks/dp_fedsam.py --output-dir FOLDER --set data-dir=DIR [--set KEY=VALUE ...] [--minutes M] [--in-process]
 
@@ -6,13 +6,13 @@ Five sweeps, one after another, in FOLDER. `tune` is benchmarks/dp_fedsam.toml. 
 are best by validation accuracy: `norms`, one run each that tells the norms of updates and is not private; `tables`, three
 partitions and three seeds; `radii`, DP-FedSAM with several radii at DP-FedAvg's clip norm and learning rate; `epsilons`, noise
 for epsilon 1, 2, 4 and 8, a fixed clip norm and three seeds. `report.md` has the tables, `accuracy-epsilon.png` the picture.
-The same command goes on where it was. With --minutes it stops after so long by itself, with status 3, so that a queue that
-lends a GPU for ten minutes can call it again and again. --set KEY=VALUE is a setting of all runs: another task, model, number
-of rounds. --clips and --partitions leave a part out; --clip-norms and --learning-rates are what fixed clip norms and all
-learning rates are chosen from, --sam-radius is that of DP-FedSAM in all sweeps but `radii`. With --epsilon the noise of all
-but `epsilons` is calibrated for it. --stages names the sweeps to make, in place of all five; all but `tune` need that one.
+Repeat the command to resume. With --minutes the program stops by itself after that time, with status 3, so that a queue that
+lends a GPU for ten minutes can call it repeatedly. --set KEY=VALUE is a setting of all runs: another task, model or number of
+rounds. --clips and --partitions select parts. --clip-norms and --learning-rates are the candidates for fixed clip norms and for
+all learning rates. --sam-radius is DP-FedSAM's in all sweeps except `radii`. --epsilon calibrates the noise of all sweeps except
+`epsilons`. --stages selects the sweeps; all except `tune` need the results of `tune`.
 
-Runs are made by `flower-dp sweep`; with --in-process one after another in this process, without Ray and without a plot of each.
+`flower-dp sweep` makes the runs; with --in-process this process makes them one after another, without Ray and without plots.
 """
 
 import argparse
@@ -46,7 +46,7 @@ from flower_dp.running.apps import resolve  # noqa: E402
 from flower_dp.running.run_folder import PLOT, is_finished, write_whole  # noqa: E402
 from flower_dp.running.values import Value  # noqa: E402
 from flower_dp.sweeps.folder import SweepFolder  # noqa: E402
-from flower_dp.sweeps.plan import PlannedRun  # noqa: E402
+from flower_dp.sweeps.plan import SweepRun  # noqa: E402
 from flower_dp.sweeps.results import Results, last_metrics  # noqa: E402
 from flower_dp.sweeps.sweep import Sweep  # noqa: E402
 
@@ -63,13 +63,13 @@ PARTITIONS: dict[str, dict[str, Value]] = {
 TARGETS = (1.0, 2.0, 4.0, 8.0)
 SAM_RADII = (0.05, 0.15, 0.5)
 CHOSEN_BY, SHOWN = "validation-accuracy", "accuracy"
-# Exit status when time is up and runs are left.
+# Exit status if the time is up before all runs are made.
 UNFINISHED = 3
 Variant = tuple[str, str]
 
 
 def variant(settings: Mapping[str, Any]) -> Variant:
-    """Return what a run's settings are called: the method, and its kind of clip norm."""
+    """Return the name of a run's settings: the method, and its kind of clip norm."""
     method = str(settings["method"])
     if method == "dp-fedavg":
         name = "BLURS" if settings.get("blur-strength") else "DP-FedAvg"
@@ -81,7 +81,7 @@ def variant(settings: Mapping[str, Any]) -> Variant:
 
 
 def partition_of(settings: Mapping[str, Any]) -> str:
-    """Return what a run's partition is called."""
+    """Return the name of a run's partition."""
     if settings["partition"] == "iid":
         return "i.i.d."
     return f"{str(settings['partition']).capitalize()} {settings['dirichlet-alpha']:g}"
@@ -98,19 +98,19 @@ def tuning(
     norms: Sequence[float] = (),
     radius: float | None = None,
     epsilon: float | None = None,
-    at_once: int = 0,
+    jobs: int = 0,
 ) -> dict[str, Any]:
-    """Return the sweep that tunes: the grid's file with other settings of all runs, and what is given in place of the file's.
+    """Return the sweep that tunes: the grid's file with other settings of all runs; the arguments replace the file's values.
 
     Args:
-        settings: of all runs.
-        gpus: a worker; 0: those of the file.
+        settings: settings of all runs.
+        gpus: number of GPUs per worker; 0: the file's.
         clips: kinds of clip norm.
         rates: learning rates to choose from.
         norms: fixed clip norms to choose from.
-        radius: SAM's.
-        epsilon: to calibrate the noise for, in place of the grid's noise multiplier.
-        at_once: runs at the same time; 0: those of the file.
+        radius: radius of SAM.
+        epsilon: target epsilon of the noise, in place of the grid's noise multiplier.
+        jobs: number of parallel runs; 0: the file's.
     """
     content = tomllib.loads(GRID.read_text(encoding="utf-8"))
     content["settings"] |= settings
@@ -132,22 +132,22 @@ def tuning(
     if epsilon is not None:
         del content["grid"]["METHOD.noise-multiplier"]
         content["grid"]["METHOD.epsilon"] = epsilon
-    if at_once:
-        content["at-once"] = at_once
+    if jobs:
+        content["jobs"] = jobs
     if gpus:
         content["gpus-per-worker"] = gpus
     return content
 
 
 def _at_clip_norm(point: Mapping[str, Any], norm: float) -> dict[str, Any]:
-    """Return a point at a clip norm, which is also the bound of BLUR's regularisation where the point has one."""
+    """Return a point at a clip norm, which is also BLUR's bound if the point uses BLUR."""
     method = point["method"]
     bound = {"blur-bound": norm} if "blur-bound" in point else {}
     return {**point, **bound, method: {**point[method], "clip-norm": norm}}
 
 
 def best(results: Sequence[tuple[Mapping[str, Any], float]]) -> dict[Variant, dict[str, Any]]:
-    """Return the settings of each method and kind of clip norm with the largest number; the first of equal ones."""
+    """Return the best settings of each method and kind of clip norm, the first of equal ones."""
     found: dict[Variant, tuple[float, dict[str, Any]]] = {}
     for settings, number in results:
         name = variant(settings)
@@ -181,7 +181,7 @@ def chosen_runs(
             same = {key.replace(own, "dp-fedsam."): value for key, value in settings.items()}
             own_radii = {"dp-fedsam.keep-ratio": 1.0, "dp-fedsam.sam-radius": list(SAM_RADII)}
             points.append(same | {"method": "dp-fedsam", "report-client-metrics": True} | own_radii)
-    kept = {key: tune[key] for key in ("workers", "at-once", "gpus-per-worker") if key in tune}
+    kept = {key: tune[key] for key in ("workers", "jobs", "gpus-per-worker") if key in tune}
     return {"seeds": 1 if stage == NORMS else seeds, "metric": SHOWN, **kept, "points": points}
 
 
@@ -189,10 +189,10 @@ def chosen_runs(
 
 
 def make(file: Path, folder: Path, deadline: float, *, in_process: bool) -> bool:
-    """Make the runs of a sweep that are left, until the deadline; return whether all are made.
+    """Make the remaining runs of a sweep until the deadline; return whether all are made.
 
     Raises:
-        SystemExit: a run has failed.
+        SystemExit: if a run failed.
     """
     if in_process:
         _in_process(Sweep.read(file), SweepFolder(folder), deadline)
@@ -218,7 +218,7 @@ def _as_command(file: Path, folder: Path, deadline: float) -> None:
 
 def _in_process(sweep: Sweep, folder: SweepFolder, deadline: float) -> None:
     runs = sweep.runs
-    # Runs on the same records one after another: dealing them is a good part of a short run.
+    # Runs on the same records follow one another, because dealing records takes much of a short run's time.
     with folder.locked():
         folder.check(runs)
         folder.keep(sweep.path)
@@ -234,7 +234,7 @@ def _in_process(sweep: Sweep, folder: SweepFolder, deadline: float) -> None:
         sweep.make(folder, print)  # makes no run: writes the table, the figure and the statement
 
 
-def play(run: PlannedRun, place: Path, *, goes_on: bool) -> None:
+def play(run: SweepRun, place: Path, *, goes_on: bool) -> None:
     """Make one run in this process, on one node that hosts all clients, as a worker of the simulation does."""
     from flwr.app import Context, RecordDict  # noqa: PLC0415 - a second, and torch another
 
@@ -245,7 +245,7 @@ def play(run: PlannedRun, place: Path, *, goes_on: bool) -> None:
     config = run.config
     context = Context(run_id=1, node_id=0, node_config={}, state=RecordDict(), run_config=config)
     launched = {RUN_FOLDER: str(place), RESUME: RESUMED if goes_on else ""}
-    # A plot would be a good part of a short run.
+    # A plot would take much of a short run's time.
     with patch.dict(os.environ, launched), patch("flower_dp.running.plot.png", lambda rows: b""):
         server_app(LocalGrid(client_app, 1, **config), context)
     (place / PLOT).unlink()
@@ -254,26 +254,26 @@ def play(run: PlannedRun, place: Path, *, goes_on: bool) -> None:
 # What came out
 
 
-def finished(file: Path, folder: Path) -> list[PlannedRun]:
+def finished(file: Path, folder: Path) -> list[SweepRun]:
     """Return the runs of a sweep that have finished."""
     if not file.is_file():
         return []
     return [run for run in Sweep.read(file).runs if is_finished(SweepFolder(folder).of(run))]
 
 
-def last(run: PlannedRun, folder: Path, metric: str) -> float:
+def last(run: SweepRun, folder: Path, metric: str) -> float:
     """Return the last value of a run's metric."""
     return float(last_metrics(read_past_run(SweepFolder(folder).of(run)), metric)[metric])
 
 
 def spread(values: Sequence[float]) -> str:
-    """Return mean and standard deviation (n - 1) in percent; of one value no deviation."""
+    """Return mean and standard deviation (n - 1) in percent; one value has no deviation."""
     mean = f"{100 * statistics.fmean(values):.1f}"
     return f"{mean} ± {100 * statistics.stdev(values):.1f}" if len(values) > 1 else mean
 
 
 def differences(ours: Mapping[Any, float], theirs: Mapping[Any, float]) -> str:
-    """Return by how many points one exceeds another where both have a value: mean ± standard error, and how often."""
+    """Return two methods' difference in points, over runs that both have: mean ± standard error, and how often it is > 0."""
     apart = [100 * (ours[key] - theirs[key]) for key in ours if key in theirs]
     if not apart:
         return "not run"
@@ -282,7 +282,7 @@ def differences(ours: Mapping[Any, float], theirs: Mapping[Any, float]) -> str:
 
 
 def report(place: Path) -> str:
-    """Return all that has finished so far, as Markdown."""
+    """Return the finished runs so far as Markdown."""
     runs = {stage: finished(place / f"{stage}.toml", place / stage) for stage in STAGES}
     accuracy: dict[Variant, dict[str, dict[int, float]]] = {}
     for run in runs[TABLES]:
@@ -328,7 +328,7 @@ def _by_run(values: Mapping[str, Mapping[int, float]]) -> dict[tuple[str, int], 
     return {(name, seed): one for name, of in values.items() for seed, one in of.items()}
 
 
-def _settings(place: Path, runs: Sequence[PlannedRun]) -> str:
+def _settings(place: Path, runs: Sequence[SweepRun]) -> str:
     numbers = [(run.config, last(run, place / TUNE, CHOSEN_BY)) for run in runs]
     chosen, rows = best(numbers), []
     for name in ((method, clip) for clip in CLIPS for method in METHODS):
@@ -344,7 +344,7 @@ def _settings(place: Path, runs: Sequence[PlannedRun]) -> str:
     return _table(["", "clip norm", "learning rate", "best (%)", "worst (%)", "runs"], rows)
 
 
-def _radii(place: Path, runs: Mapping[str, Sequence[PlannedRun]], accuracy: Mapping[Variant, Mapping[str, Any]]) -> str:
+def _radii(place: Path, runs: Mapping[str, Sequence[SweepRun]], accuracy: Mapping[Variant, Mapping[str, Any]]) -> str:
     found: dict[float, dict[str, dict[int, float]]] = {0.0: {}}
     for run in runs[RADII]:
         of = found.setdefault(run.config["dp-fedsam.sam-radius"], {}).setdefault(partition_of(run.config), {})
@@ -359,7 +359,7 @@ def _radii(place: Path, runs: Mapping[str, Sequence[PlannedRun]], accuracy: Mapp
     return _table(["radius (0: DP-FedAvg)", *named, "above DP-FedAvg"], rows)
 
 
-def _norms(place: Path, runs: Mapping[str, Sequence[PlannedRun]]) -> str:
+def _norms(place: Path, runs: Mapping[str, Sequence[SweepRun]]) -> str:
     rows = []
     for stage in (NORMS, RADII):
         for run in [run for run in runs[stage] if run.seed == 0]:
@@ -372,8 +372,8 @@ def _norms(place: Path, runs: Mapping[str, Sequence[PlannedRun]]) -> str:
     return _table(["", "learning rate", "clip norm", "first round", "last round", "mean of all", "std over clients"], rows)
 
 
-def curves(place: Path, runs: Sequence[PlannedRun]) -> dict[str, dict[float, dict[int, float]]]:
-    """Return the accuracy of each method, by epsilon and seed."""
+def curves(place: Path, runs: Sequence[SweepRun]) -> dict[str, dict[float, dict[int, float]]]:
+    """Return each method's accuracy by epsilon and seed."""
     found: dict[str, dict[float, dict[int, float]]] = {}
     for run in runs:
         target = float(run.config[f"{run.config['method']}.epsilon"])
@@ -382,7 +382,7 @@ def curves(place: Path, runs: Sequence[PlannedRun]) -> dict[str, dict[float, dic
 
 
 def draw(found: Mapping[str, Mapping[float, Mapping[int, float]]], path: Path) -> None:
-    """Draw accuracy against epsilon, a line each method, with error bars."""
+    """Draw accuracy against epsilon, one line per method, with error bars."""
     figure = canvas.empty(7.0, 4.8)
     axes = figure.subplots()
     for place, (method, of) in enumerate(found.items()):
@@ -402,21 +402,21 @@ def draw(found: Mapping[str, Mapping[float, Mapping[int, float]]], path: Path) -
 
 
 def main() -> None:
-    """Make what is left of all stages, and report."""
+    """Make the remaining runs of all stages, and report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output-dir", type=Path, required=True, help="folder of all sweeps: new, or that of this program")
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="a setting of all runs")
-    parser.add_argument("--seeds", type=int, default=3, help="of tables and epsilons")
+    parser.add_argument("--output-dir", type=Path, required=True, help="folder of all sweeps: new, or made by this program")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="setting of all runs")
+    parser.add_argument("--seeds", type=int, default=3, help="seeds of tables and epsilons")
     parser.add_argument("--clips", nargs="+", choices=CLIPS, default=CLIPS, help="kinds of clip norm")
-    parser.add_argument("--learning-rates", nargs="+", type=float, default=(), help="to choose from; default: the grid's")
-    parser.add_argument("--clip-norms", nargs="+", type=float, default=(), help="fixed ones to choose from; default: the grid's")
-    parser.add_argument("--sam-radius", type=float, help="of DP-FedSAM; default: the grid's")
-    parser.add_argument("--epsilon", type=float, help="to calibrate the noise for; default: the grid's noise multiplier")
-    parser.add_argument("--partitions", nargs="+", choices=PARTITIONS, default=tuple(PARTITIONS), help="of tables")
-    parser.add_argument("--stages", nargs="+", choices=STAGES, default=STAGES, help="the sweeps to make")
-    parser.add_argument("--minutes", type=float, default=float("inf"), help="stop after so long, with status 3")
+    parser.add_argument("--learning-rates", nargs="+", type=float, default=(), help="candidates; default: the grid's")
+    parser.add_argument("--clip-norms", nargs="+", type=float, default=(), help="candidates, fixed; default: the grid's")
+    parser.add_argument("--sam-radius", type=float, help="radius of DP-FedSAM; default: the grid's")
+    parser.add_argument("--epsilon", type=float, help="target epsilon of the noise; default: the grid's noise multiplier")
+    parser.add_argument("--partitions", nargs="+", choices=PARTITIONS, default=tuple(PARTITIONS), help="partitions of tables")
+    parser.add_argument("--stages", nargs="+", choices=STAGES, default=STAGES, help="sweeps to make")
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="stop after this many minutes, with status 3")
     parser.add_argument("--gpus-per-worker", type=float, default=0.0)
-    parser.add_argument("--at-once", type=int, default=0, help="runs at the same time, without --in-process")
+    parser.add_argument("--jobs", type=int, default=0, help="number of parallel runs; not with --in-process")
     parser.add_argument("--in-process", action="store_true", help="make runs in this process, without Ray")
     options = parser.parse_args()
     deadline, place = time.monotonic() + 60 * options.minutes, options.output_dir.expanduser().absolute()
@@ -428,28 +428,28 @@ def main() -> None:
 
 @contextmanager
 def alone_in(place: Path) -> Iterator[None]:
-    """Let no other of these programs use a folder within this context.
+    """Lock a folder within this context against other processes of this program.
 
     Raises:
-        SystemExit: another one does.
+        SystemExit: if another process has the lock.
     """
     with (place / LOCK).open("w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise SystemExit(f"{place}: another of these programs runs there") from None
+            raise SystemExit(f"{place}: another process of this program uses this folder") from None
         yield
 
 
 def make_all(options: argparse.Namespace, place: Path, deadline: float) -> None:
-    """Make what is left of all stages in a folder, until the deadline, and report.
+    """Make the remaining runs of all stages in a folder until the deadline, and report.
 
     Raises:
-        SystemExit: a run has failed, or the time is up.
+        SystemExit: if a run failed, or the time is up.
     """
     settings, done = dict(resolve(None, options.set).overrides), True
     chosen_from = (options.clips, options.learning_rates, options.clip_norms, options.sam_radius, options.epsilon)
-    tune = tuning(settings, options.gpus_per_worker, *chosen_from, options.at_once)
+    tune = tuning(settings, options.gpus_per_worker, *chosen_from, options.jobs)
     for stage in (one for one in STAGES if one in options.stages):
         file, content = place / f"{stage}.toml", tune
         if stage != TUNE:
@@ -467,7 +467,7 @@ def make_all(options: argparse.Namespace, place: Path, deadline: float) -> None:
             break
     print((place / REPORT).read_text(encoding="utf-8"))
     if not done:
-        print(f"time is up after {options.minutes:g} minutes: the same command goes on")
+        print(f"time is up after {options.minutes:g} minutes; repeat the command to resume")
         raise SystemExit(UNFINISHED)
 
 

@@ -1,4 +1,4 @@
-"""Does DP-PASGD's best tau move with epsilon and the resource budget as the paper says? The runs behind its Figs. 3 to 6.
+"""Test whether DP-PASGD's best tau moves with epsilon and the resource limit as the paper says: Figs. 3 to 6.
 
     python benchmarks/dp_pasgd_figures.py RESULTS.jsonl --data-dir DIR [--seeds N] [--parts PART ...] [--costs COST ...]
                                           [--plot FILE.png] [--no-runs]
@@ -6,8 +6,8 @@
 Four parts: `vehicle` and `adult`, both i.i.d., have the grid of tau at epsilon 1, 2, 4 and 10 and a cost of 200, 500 and 1,000,
 with the paper's noise (eq. 9); `noise` has tau = 10 with `exact` noise and with Poisson batches; `poisson` has the grid of tau
 with both. Settings that are not named here are those of paper_dp_pasgd.py. Each run is a line of RESULTS.jsonl, written when it
-ends; a run that is there is not made again, so the same command goes on where it was stopped. One process, one torch thread. A
-seed governs data split and initial model; noise and batches are never seeded.
+ends. To resume, repeat the command: it skips the runs that are in the file. One process, one torch thread. A seed governs data
+split and initial model; noise and batches are never seeded.
 """
 
 import argparse
@@ -58,7 +58,7 @@ class Case:
                 "dp-pasgd.batch-sampling": self.sampling,
                 "dp-pasgd.clip-norm": CLIP_NORM,
                 "dp-pasgd.calibration": self.calibration,
-                "dp-pasgd.max-cost": float(self.cost),
+                "dp-pasgd.max-resource-cost": float(self.cost),
             },
             arguments=asdict(self),
             numbers=numbers,
@@ -94,7 +94,7 @@ class Results(points.Results):
     """The runs of the file."""
 
     def of(self, case: Case, key: str) -> list[Any]:
-        """Return a number of all runs of a point, by seed."""
+        """Return one number of every run of a point, by seed."""
         return [row[key] for row in self.rows(case)]
 
 
@@ -119,19 +119,19 @@ def _spread(values: Sequence[float]) -> str:
 
 
 def best(row: Sequence[Case], results: Results) -> Case:
-    """Return the point with the least mean validation loss, over the seeds that all have."""
+    """Return the point with the least mean validation loss, over the seeds that all points have."""
     seeds = min(len(results.of(case, "validation")) for case in row)
     return min(row, key=lambda case: statistics.fmean(results.of(case, "validation")[:seeds]))
 
 
 def best_by_seed(row: Sequence[Case], results: Results) -> list[Case]:
-    """Return for every seed the point with the least validation loss."""
+    """Return the point with the least validation loss for every seed."""
     columns = zip(*(results.of(case, "validation") for case in row), strict=False)  # a seed may be half done
     return [row[column.index(min(column))] for column in map(list, columns)]
 
 
 def taus(results: Results, data: str, epsilon: float, cost: int, **rest: Any) -> list[Case]:
-    """Return the points of a curve over tau that have been run."""
+    """Return the points of a curve over tau that have runs."""
     row = [Case(data=data, epsilon=epsilon, tau=tau, cost=cost, **rest) for tau in TAUS]
     return [case for case in row if results.of(case, "loss")]
 
@@ -165,7 +165,7 @@ def table_of_trade_offs(results: Results) -> str:
 
 
 def table_of_noise(results: Results) -> str:
-    """Return calibrations and samplings of batches, with their noise and what can be proved."""
+    """Return a table of calibrations and batch samplings, with their noise and proved epsilons."""
     rows = []
     batches = ((VEHICLE, BATCH), (VEHICLE, VEHICLE_BATCH), (ADULT, BATCH))
     noises = (("zcdp", "fixed-size"), ("exact", "fixed-size"), ("exact", "poisson"))
@@ -191,7 +191,7 @@ def table_of_noise(results: Results) -> str:
 
 
 def table_of_poisson(results: Results) -> str:
-    """Return the best tau with Poisson batches, where the noise is several times smaller."""
+    """Return a table of the best tau with Poisson batches, whose noise is several times smaller."""
     rows = []
     for epsilon in EPSILONS:
         row = taus(results, ADULT, epsilon, COSTS[0], sampling="poisson", calibration="exact")
@@ -201,7 +201,7 @@ def table_of_poisson(results: Results) -> str:
 
 
 def draw(results: Results, path: Path) -> None:
-    """Draw Fig. 3: test loss over tau, a line for each epsilon; the tau that validation chooses is ringed."""
+    """Draw Fig. 3: test loss over tau, one line per epsilon, with a ring at the tau that validation selects."""
     shown = [(data, cost) for data in (VEHICLE, ADULT) for cost in (500, 1000)]
     titles = [f"{data.replace(ADULT, 'Adult, i.i.d.')}, cost {cost:,}" for data, cost in shown]
     with panels(path, titles, "test loss", rows=2) as every:
@@ -232,7 +232,7 @@ def main() -> None:
     parser.add_argument("--parts", nargs="+", choices=tuple(cases()), default=list(cases()))
     parser.add_argument("--costs", nargs="+", type=int, choices=COSTS, default=COSTS)
     parser.add_argument("--plot", type=Path, help="draw test loss over tau")
-    parser.add_argument("--no-runs", action="store_true", help="tables and picture of the runs that have been made")
+    parser.add_argument("--no-runs", action="store_true", help="make only tables and picture of the runs so far")
     options = parser.parse_args()
     torch.set_num_threads(1)
     quiet()

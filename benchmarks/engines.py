@@ -1,11 +1,12 @@
-"""Local training of a round's clients: the batched engine against one client after another, in one run.
+"""Compare the batched engine with one client after another, for the local training of one round, in one process.
 
     python benchmarks/engines.py [default] [mlp] [mlp-module] [cnn] [cnn-small] [resnet] [--clients N]
         [--device cuda] [--repeats N] [--threads N] [--check]
 
-Prints, for every job, the seconds of both engines and their ratio: the fastest of some rounds, which take turns, after one that
-counts apart (the batched engine traces and checks its program there). Records are random numbers; rows are thrown away. With
---check it also trains one client alone, first, in the middle and in a second group, and compares the bits.
+For every job the program prints the seconds of both engines and their ratio. It takes the fastest of some rounds, in which the
+engines alternate, after a first round apart, in which the batched engine traces and checks its program. Records are random
+numbers; rows are discarded. With --check the program also trains one client alone, first, in the middle and in a second group,
+and compares the bits.
 """
 
 import argparse
@@ -32,7 +33,7 @@ from flower_dp.clients.training.records import TensorRecords  # noqa: E402
 
 
 class Perceptron(nn.Module):
-    """784-256-10, written by hand."""
+    """A hand-written MLP 784-256-10."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -113,7 +114,7 @@ def _scaled(raw: Tensor) -> Tensor:
 
 
 def seconds_of(work: Callable[[], object], device: torch.device) -> float:
-    """Return how long some work takes, with all that it leaves on the device."""
+    """Return the seconds of some work, until the device has finished it."""
     _synchronize(device)
     started = time.perf_counter()
     work()
@@ -127,7 +128,7 @@ def _synchronize(device: torch.device) -> None:
 
 
 class Runner:
-    """One job on one device, with the records there or elsewhere."""
+    """One job on one device, with the records on this or another device."""
 
     def __init__(self, job: Job, num_clients: int, device: torch.device, records_on: torch.device | str = "cpu") -> None:
         self._training, self._device = job.training, device
@@ -143,7 +144,7 @@ class Runner:
 
     @property
     def slots(self) -> int:
-        """How many clients the batched engine trains at once."""
+        """The number of clients that the batched engine trains at once."""
         return num_slots(self.model.layout.size, self._device, len(self._clients))
 
     def rows(self, engine: str, places: list[int]) -> Any:
@@ -153,13 +154,13 @@ class Runner:
         return local_updates(self._vector, clients, self._training, group_size=group_size, **arguments)
 
     def train(self, engine: str) -> None:
-        """Train all clients, and throw their rows away."""
+        """Train all clients, and discard their rows."""
         for row in self.rows(engine, list(range(len(self._clients)))):
             if isinstance(row, Exception):
                 raise row
 
     def seconds(self, engine: str) -> float:
-        """Train all clients; return the time it took."""
+        """Train all clients; return the seconds."""
         return seconds_of(lambda: self.train(engine), self._device)
 
     def same_bits(self) -> bool:
@@ -206,7 +207,7 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--check", action="store_true", help="compare bits as well")
+    parser.add_argument("--check", action="store_true", help="also compare bits")
     options = parser.parse_args()
     if unknown := set(options.jobs) - {job.name for job in JOBS}:
         parser.error(f"unknown jobs {sorted(unknown)}; known are {', '.join(job.name for job in JOBS)}")

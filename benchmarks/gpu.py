@@ -1,20 +1,20 @@
-"""Local training on a GPU: this library beside a plain PyTorch loop and a vmap over all clients, in one run on one card.
+"""Compare local training on a GPU with a plain PyTorch loop and a vmap over all clients, in one process on one card.
 
     python benchmarks/gpu.py [mlp] [cnn] [resnet] [logistic] [--data-dir DIR] [--json FILE] [--budget SECONDS] [--tf32]
         [--device cuda | cpu] [--repeats N] [--workers 1 2 4] [--rounds N] [--quick]
     python benchmarks/gpu.py --table FILE.json
 
-For every job, in this process and taking turns, after a first turn that counts apart:
-- the plain loop: client after client, records on the GPU, clipped and added up;
-- the limit: one vmap over all clients of the round, or over as many as the memory takes;
+For every job, in this process and in turns, after a first turn that is reported apart:
+- the plain loop: client after client, records on the GPU, clipped and summed;
+- the limit: one vmap over all clients of the round, or over as many as fit into the memory;
 - this library's local training with both engines, and its whole round (`DPClient.fit`: train, clip, round to the lattice, add up,
   encode), with the records on the GPU and on the CPU. Records are random numbers.
 
 Then, not for `resnet`, simulated runs (`flower_dp.simulate`) of the same job with one, two and four workers that share the GPU.
-They read the MNIST files (`train-images-idx3-ubyte`, ...) in DIR, and are skipped without one.
+They read the MNIST files (`train-images-idx3-ubyte`, ...) in DIR; without DIR they are skipped.
 
-A part that would begin after SECONDS is skipped and named. TF32 is off for all alike, or on with --tf32. The JSON file has
-everything; --table prints it as the tables of docs/benchmarks.md. Without a GPU the program says so and ends with status 0.
+A part that would begin after SECONDS is skipped and named. TF32 is off for all ways, or on with --tf32. The JSON file has all
+figures; --table prints it as the tables of docs/benchmarks.md. Without a GPU the program says so and ends with status 0.
 """
 
 import argparse
@@ -45,7 +45,7 @@ from flower_dp.apps.tasks.models import make  # noqa: E402
 from flower_dp.clients import DPClient, FlatModel, Training  # noqa: E402
 from flower_dp.clients.training.recipe import parts  # noqa: E402
 from flower_dp.core.noise import lattice_step  # noqa: E402
-from flower_dp.wire import KEY, Answer, Ask, Instruction, Promise  # noqa: E402
+from flower_dp.wire import KEY, Instruction, Promise, ReleaseRequest, ReplyHeader  # noqa: E402
 
 CLIP_NORM = 0.5
 # A job takes no further turn after so many seconds.
@@ -57,7 +57,7 @@ class Cohort:
     """The clients of one round.
 
     Attributes:
-        job: the model, its recipe and each client's records.
+        job: model, recipe and each client's records.
         size: number of clients.
         population: number of clients of the simulated run; 0 for no such run.
     """
@@ -163,17 +163,17 @@ def whole_round(cohort: Cohort, device: torch.device, records_on: torch.device |
         clients=clients,
         training=cohort.job.training,
         device=device,
-        engine="auto",
+        training_engine="auto",
         group_size=cohort.size,
     )
     arrays = [parameter.detach().cpu().numpy().copy() for parameter in client.model.parameters]
     promise = Promise(clip_norm=CLIP_NORM, noise_multiplier=1.0)
     step = lattice_step(promise.noise_scale, clip_norm=CLIP_NORM, dimension=client.model.layout.size)
-    ask = Ask(promise=promise, placement="central", step=step)
+    ask = ReleaseRequest(promise=promise, placement="central", step=step)
     instruction = Instruction(server_round=1, method="dp-fedavg", clients=tuple(clients), ask=ask)
 
     def fit() -> None:
-        answer = Answer.from_json(str(client.fit(arrays, {KEY: instruction.to_json()})[2][KEY]), instruction.clients)
+        answer = ReplyHeader.from_json(str(client.fit(arrays, {KEY: instruction.to_json()})[2][KEY]), instruction.clients)
         if answer.refused:
             raise RuntimeError(f"{len(answer.refused)} clients sent nothing: {next(iter(answer.refused.values()))}")
 
@@ -181,7 +181,7 @@ def whole_round(cohort: Cohort, device: torch.device, records_on: torch.device |
 
 
 def measured(cohort: Cohort, device: torch.device, num_repeats: int) -> dict[str, Any]:
-    """Return the seconds of a round in every way, and whether the batched engine fell back or changed a bit."""
+    """Return the seconds of a round for every way, and whether the batched engine fell back or changed a bit."""
     places: dict[str, torch.device | str] = {"cpu": "cpu"} if device.type == "cpu" else {"gpu": device, "cpu": "cpu"}
     bare = Bare(cohort, device)
     runners = {place: Runner(cohort.job, cohort.size, device, records_on) for place, records_on in places.items()}
@@ -202,7 +202,7 @@ def measured(cohort: Cohort, device: torch.device, num_repeats: int) -> dict[str
 
 
 def by_turns(ways: Mapping[str, Callable[[], object]], device: torch.device, num_repeats: int) -> dict[str, Any]:
-    """Return the median seconds of every way, those of all its turns, and the errors of ways that fail."""
+    """Return the median seconds of every way, the seconds of all its turns, and the errors of ways that fail."""
     began = time.monotonic()
     first: dict[str, float] = {}
     taken: dict[str, list[float]] = {}
@@ -230,7 +230,7 @@ def told(error: Exception) -> str:
 
 
 def shown(found: Mapping[str, Any]) -> str:
-    """Return figures in one line, without those of each turn."""
+    """Return figures in one line, without the figures of each turn."""
     figures = {name: value for name, value in found.items() if name not in ("repeats", "first_seconds")}
     return json.dumps(json.loads(json.dumps(figures), parse_float=lambda text: float(f"{float(text):.4g}")))
 
@@ -270,18 +270,20 @@ def measure(cohorts: Sequence[Cohort], plans: Sequence[gpu_runs.Plan], options: 
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure everything that the time allows, or print a report as tables."""
+    """Measure all parts that the time allows, or print a report as tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("jobs", nargs="*", help="names of jobs; all by default")
-    parser.add_argument("--data-dir", default="", help="the MNIST files, for simulated runs")
-    parser.add_argument("--json", type=Path, help="write the report to this file, after every part")
-    parser.add_argument("--budget", type=float, default=330.0, help="seconds after which no part begins")
+    parser.add_argument("--data-dir", default="", help="folder of the MNIST files, for simulated runs")
+    parser.add_argument("--json", type=Path, help="write the report to this file after every part")
+    parser.add_argument("--budget", type=float, default=330.0, help="seconds after which no part begins; default: 330")
     parser.add_argument("--tf32", action="store_true", help="let matrix products and convolutions compute in TF32")
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--repeats", type=int, default=5, help="turns after the first one")
-    parser.add_argument("--workers", type=int, nargs="*", help="of simulated runs; 1 2 4 on a GPU, none on a CPU")
-    parser.add_argument("--rounds", type=int, default=40, help="of a simulated run")
-    parser.add_argument("--quick", action="store_true", help="tiny cohorts, to try the program")
+    parser.add_argument("--repeats", type=int, default=5, help="number of turns after the first one; default: 5")
+    parser.add_argument(
+        "--workers", type=int, nargs="*", help="workers of simulated runs; default: 1 2 4 on a GPU, none on a CPU"
+    )
+    parser.add_argument("--rounds", type=int, default=40, help="rounds of a simulated run")
+    parser.add_argument("--quick", action="store_true", help="use tiny cohorts, to try the program")
     parser.add_argument("--table", type=Path, metavar="FILE.json", help="print this report as tables, and measure nothing")
     options = parser.parse_args(arguments)
     if options.table:

@@ -1,4 +1,4 @@
-"""The report of benchmarks/gpu.py: what it was measured with, and its tables in Markdown."""
+"""The report of benchmarks/gpu.py: the machine, and tables in Markdown."""
 
 import os
 import platform
@@ -29,7 +29,7 @@ NOTE = (
 
 
 def machine(device: torch.device) -> dict[str, Any]:
-    """Return what the figures are measured with."""
+    """Return the hardware and the versions of a measurement."""
     cuda = device.type == "cuda"
     return {
         "card": torch.cuda.get_device_name(device) if cuda else "no GPU",
@@ -52,7 +52,7 @@ def _output(*command: str) -> str:
 
 
 def table(report: Mapping[str, Any]) -> str:
-    """Return a report as Markdown: a paragraph, and a table each of the parts in one process and of the simulated runs."""
+    """Return a report as Markdown: a paragraph, a table of the parts in one process, and a table of the simulated runs."""
     made, jobs, runs = report["machine"], report["jobs"], report["runs"]
     versions = ", ".join(f"{name} {version}" for name, version in made["versions"].items() if name != "flower-dp")
     lines = [

@@ -1,4 +1,4 @@
-"""Simulated runs whose workers share one GPU: seconds a round, and the memory of the GPU; a part of benchmarks/gpu.py."""
+"""Measure simulated runs whose workers share one GPU: seconds per round, and GPU memory. A part of benchmarks/gpu.py."""
 
 import gc
 import statistics
@@ -20,7 +20,7 @@ WARM_UP = 5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """Workers, each with a share of the GPU and of the cores."""
+    """A number of workers, each with a share of the GPU and of the cores."""
 
     workers: int
     gpus: float
@@ -28,20 +28,20 @@ class Plan:
 
 
 def plans(workers: Sequence[int], cores: int, *, gpu: bool = True) -> list[Plan]:
-    """Return a plan for each number of workers; together they take one whole GPU if there is one, and no more than all cores.
+    """Return a plan for each number of workers, which share one GPU, if there is one, and at most all cores.
 
     Raises:
-        ValueError: a number below 1.
+        ValueError: if a number is below 1.
     """
     if any(number < 1 for number in workers):
         raise ValueError(f"--workers={' '.join(map(str, workers))}: each must be at least 1")
-    # Ray counts in ten thousandths; rounded down, so that all of them fit.
+    # Ray counts in ten thousandths; rounding down makes all workers fit.
     share = {number: int(10_000 / number) / 10_000 for number in workers}
     return [Plan(workers=one, gpus=share[one] if gpu else 0.0, cpus=min(1.0, cores * share[one])) for one in workers]
 
 
 def used_mib() -> int:
-    """Return the memory of the first GPU that all processes use, in MiB; 0 without a GPU."""
+    """Return the memory that all processes use on the first GPU, in MiB; 0 without a GPU."""
     if not torch.cuda.is_available():
         return 0
     free, total = torch.cuda.mem_get_info(0)
@@ -49,9 +49,9 @@ def used_mib() -> int:
 
 
 def measured(plan: Plan, num_rounds: int, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return seconds a round and the GPU's memory of a plan: of a quarter of the rounds, then of all, on the same workers.
+    """Return seconds per round and GPU memory of a plan, from a quarter of the rounds and then all, on the same workers.
 
-    The memory is that beyond what was used before.
+    The memory is the increase over the memory in use before.
     """
     gc.collect()
     torch.cuda.empty_cache()

@@ -1,11 +1,12 @@
-"""Fine-tuning under client-level privacy: perplexity of examples/lora before, without noise, and at epsilon 8 and 2, over seeds.
+"""Measure fine-tuning with client-level privacy: perplexity of examples/lora before, without noise, and at epsilon 8 and 2.
 
     python benchmarks/lora.py FOLDER [--seeds N] [--epsilons E [E ...]] [--set KEY=VALUE ...]
 
-Runs `examples/lora` with DP-FedAvg and DP-FedSAM, both with adaptive clipping and central noise, by `flower_dp.simulate`: one run
-after another, a worker a core. FOLDER gets a run folder a run. Called again, the program leaves out runs that have ended and
-goes on with one that was interrupted. A seed governs the first adapters and the order of records; text and base model are those
-of every run, noise and cohorts are new ones. The perplexity is that of the last model, on public sentences in the clients' style.
+The program runs `examples/lora` with DP-FedAvg and DP-FedSAM, both with adaptive clipping and central noise, by
+`flower_dp.simulate`: one run after another, one worker per core, over several seeds. FOLDER gets one run folder per run. To
+resume, repeat the command: it skips finished runs and resumes an interrupted one. A seed governs the initial adapters and the
+order of records. Text and base model are the same in all runs; noise and cohorts are new in each. The perplexity is the last
+model's, on public sentences in the clients' style.
 """
 
 import argparse
@@ -25,7 +26,7 @@ METHODS = {"dp-fedavg": "DP-FedAvg", "dp-fedsam": "DP-FedSAM"}
 
 
 def settings_of(method: str, epsilon: float, changes: list[str]) -> dict[str, Any]:
-    """Return the settings of a run; epsilon 0 is a run without noise."""
+    """Return the settings of a run; epsilon 0 means a run without noise."""
     noise: dict[str, Any] = {f"{method}.epsilon": epsilon}
     if not epsilon:
         noise |= {f"{method}.noise-multiplier": 0.0, f"{method}.target-epsilon": 0.0}
@@ -33,7 +34,7 @@ def settings_of(method: str, epsilon: float, changes: list[str]) -> dict[str, An
 
 
 def has_ended(folder: Path) -> bool:
-    """Tell whether a folder has a run that has ended."""
+    """Return whether a folder has a finished run."""
     described = folder / "model.json"
     return described.is_file() and "unfinished" not in json.loads(described.read_text())
 
@@ -42,9 +43,9 @@ def perplexities(folder: Path) -> tuple[float, float, float, float]:
     """Return perplexity before and after a run, the last clip norm, and the statement's epsilon."""
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     values = [line["perplexity"] for line in lines if "perplexity" in line]
-    statement = json.loads((folder / "statement.json").read_text())
-    tight = statement["epsilon"] if statement["private"] else float("inf")
-    return values[0], values[-1], lines[-1]["clip-norm"], tight
+    guarantee = json.loads((folder / "statement.json").read_text())["guarantee"]
+    epsilon = guarantee["epsilon"] if guarantee["private"] else float("inf")
+    return values[0], values[-1], lines[-1]["clip-norm"], epsilon
 
 
 def spread(values: list[float]) -> str:
@@ -53,12 +54,12 @@ def spread(values: list[float]) -> str:
 
 
 def main() -> None:
-    """Run what is missing, and print the table."""
+    """Make the missing runs, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--epsilons", type=float, nargs="+", default=[0.0, 8.0, 2.0], help="0: without noise")
-    parser.add_argument("--set", dest="changes", action="append", default=[], metavar="KEY=VALUE", help="of every run")
+    parser.add_argument("--epsilons", type=float, nargs="+", default=[0.0, 8.0, 2.0], help="target epsilons; 0: without noise")
+    parser.add_argument("--set", dest="changes", action="append", default=[], metavar="KEY=VALUE", help="setting of every run")
     options = parser.parse_args()
     quiet()
     rows: list[dict[str, Any]] = []

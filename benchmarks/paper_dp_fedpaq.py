@@ -1,14 +1,14 @@
-"""What do few bits cost? DP-FedPAQ on HET_MNIST(2) with ternary messages (s = 1), s = 10 and none, over seeds.
+"""Measure the cost of few bits: DP-FedPAQ on HET_MNIST(2) with ternary messages (s = 1), s = 10 and no quantization.
 
     python benchmarks/paper_dp_fedpaq.py [--seeds N] [--data-dir DIR]
 
-All was fixed before the first full run. From the paper: logistic regression, N = 100, M = 10, K = 100 rounds, C = 1, delta 1e-4,
-eta_k = 0.1 / (1 + kE/100), gamma = 0.2 (b = 12 of 600 records with the full MNIST). Without noise with the paper's E = 10 and
-`clip-update`, S = 0.6. With noise E = 1 on all 120 records and `per-step`, 2 eta C / b: the sensitivity of E = 10 steps is that
-of more than 100 such records, and no budget here pays for it.
+All settings were fixed before the first full run. From the paper: logistic regression, N = 100, M = 10, K = 100 rounds, C = 1,
+delta 1e-4, eta_k = 0.1 / (1 + kE/100), gamma = 0.2 (b = 12 of 600 records with the full MNIST). Without noise with the paper's E
+= 10 and `clip-update`, S = 0.6. With noise E = 1 on all 120 records and `per-step`, 2 eta C / b: E = 10 steps have the
+sensitivity of more than 100 such records, which no budget here covers.
 
-Prints a Markdown table: mean ± standard deviation over the seeds, what a client sends in a round, and
-differences of loss to no quantisation seed by seed. Noise is the operating system's: another run gives other digits.
+The program prints a Markdown table: mean ± standard deviation over the seeds, the size of a client's message, and the difference
+of loss to no quantization, seed by seed. The operating system's random numbers give the noise, so every run gives other digits.
 """
 
 import argparse
@@ -26,7 +26,7 @@ ROUNDS = 100
 
 
 def points(full: bool) -> list[Point]:
-    """Return the points: every budget with every number of levels, none last."""
+    """Return the points: every budget with every number of levels, without quantization last."""
     chosen = 120 if full else 8
     return [
         Point(
@@ -75,13 +75,13 @@ def _numbers(strategy: DPStrategy, statement: PrivacyStatement) -> Row:
     bytes_each = [report.bytes_per_client for report in strategy.rounds]
     return {
         "epsilon": statement.epsilon,
-        "noise std": statement.noise.get("least_noise_std_of_an_update_of_round_1", 0.0),
+        "noise std": statement.noise.get("min_noise_std_of_an_update_of_round_1", 0.0),
         "bits": 8 * sum(bytes_each) / len(bytes_each) / 7840,
     }
 
 
 def rows(results: list[Measured]) -> list[Row]:
-    """Return the table's rows; every budget's last point is the one without quantisation."""
+    """Return the table's rows; every budget's last point is the one without quantization."""
     made = []
     for index, result in enumerate(results):
         plain = results[index // len(LEVELS) * len(LEVELS) + len(LEVELS) - 1]

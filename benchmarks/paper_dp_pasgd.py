@@ -1,10 +1,10 @@
-"""Does DP-PASGD (tau = 10) beat DP-SGD (tau = 1) at equal cost and privacy, and which tau is best?
+"""Compare DP-PASGD (tau = 10) with DP-SGD (tau = 1) at equal cost and privacy, and find the best tau.
 
 Settings were fixed after a trial with one seed. From the paper: Adult with 16 devices, by education (Adult-1) and i.i.d.
 (Adult-2), logistic regression on the categorical features; Vehicle, 23 sensors, linear SVM; 80/10/10 split of every device; a
-round costs 100 and a step 1, of 1,000; epsilon 10, delta 1e-4, noise by the paper's eq. 9. The paper's learning rate is not known
-here: all of a grid are run. Batches have 64 records, or all of a device that has fewer; records are clipped to norm 1. The best
-model by validation loss is kept.
+round costs 100 and a step 1, at most 1,000; epsilon 10, delta 1e-4, noise by the paper's eq. 9. The paper does not give its
+learning rate, so all rates of a grid are run. Batches have 64 records, or all records of a smaller device; gradients are clipped
+to norm 1. The best model by validation loss is kept.
 """
 
 import itertools
@@ -51,7 +51,7 @@ def _point(name: str, tau: int, rate: float, sizes: str) -> Point:
             "dp-pasgd.batch-sampling": "fixed-size",
             "dp-pasgd.clip-norm": CLIP_NORM,
             "dp-pasgd.calibration": "zcdp",
-            "dp-pasgd.max-cost": float(MAX_COST),
+            "dp-pasgd.max-resource-cost": float(MAX_COST),
         },
         arguments={"data": name, "tau": tau, "learning rate": rate},
         numbers=numbers,
@@ -61,7 +61,7 @@ def _point(name: str, tau: int, rate: float, sizes: str) -> Point:
 def batch_sizes(name: str, data_dir: str, batch: int = BATCH) -> str:
     """Return every device's batch size, at most `batch`.
 
-    A device has as many records for every seed, but for one more or less where i.i.d.
+    A device has the same number of records for every seed; in the i.i.d. data, up to one more or less.
     """
     preset, partition = DATA[name]
     dealt = records.deal(records.config_of(config_of(preset, {"partition": partition, "data-dir": data_dir})))
@@ -69,18 +69,18 @@ def batch_sizes(name: str, data_dir: str, batch: int = BATCH) -> str:
 
 
 def numbers(strategy: Any, statement: PrivacyStatement) -> Row:
-    """Return what the table says of a run."""
+    """Return the table's numbers of a run."""
     return {
-        "rounds": statement.num_rounds,
+        "rounds": statement.num_charged_rounds,
         "cost": max(strategy.rules.costs(strategy.charges).values()),
         "tight epsilon": statement.epsilon,
-        "paper epsilon": None if statement.paper is None else statement.paper.epsilon,
-        "largest noise std": statement.noise["largest_noise_std_of_a_mean_gradient"],
+        "paper epsilon": None if statement.paper_epsilon is None else statement.paper_epsilon.epsilon,
+        "largest noise std": statement.noise["max_noise_std_of_a_mean_gradient"],
     }
 
 
 def plans(data_dir: str) -> list[Row]:
-    """Return what the planner says for the data of the grid, at both of the smaller learning rates."""
+    """Return the planner's answers for the data of the grid, at both smaller learning rates."""
     rows = []
     for name, rate in itertools.product(GRID_DATA, (0.1, GRID_RATE)):
         preset, partition = DATA[name]
@@ -118,7 +118,7 @@ def report(results: list[Measured]) -> str:
 
 
 def verdicts(results: list[Measured]) -> list[str]:
-    """Say for every data set how the claim does, and where the grid's best tau is; differences of loss are seed by seed."""
+    """Return for every data set whether the claim holds, and the grid's best tau; differences of loss are seed by seed."""
     lines = []
     for name in DATA:
         one, ten = ([r for r in results if r.arguments["data"] == name and r.arguments["tau"] == tau] for tau in (1, 10))

@@ -1,12 +1,12 @@
-"""Does the planned (b, T) of FedSGD-DPC with Laplace noise beat b in {1, 5, 10} with T five times too small or too large?
+"""Compare the planned (b, T) of FedSGD-DPC with Laplace noise with b in {1, 5, 10} and T five times too small or too large.
 
-All was fixed before the first full run. From the paper: N = 10, equal sizes, two digits a client, logistic regression without
-bias, L1 clip norm 300, learning rate 0.05, decaying (the preset: by 1 % a round), epsilon 5 and 10. Not from the paper: 1,000
-records a client, not 6,000, because b = 10 with 1,220 rounds over 6,000 would take hours; with 800 the plan for epsilon 5 is
-b = 10, T = 1, which is not the paper's case. The embedded digits give 400, and that case.
+All settings were fixed before the first full run. From the paper: N = 10, equal sizes, two digits a client, logistic regression
+without bias, L1 clip norm 300, learning rate 0.05, decaying (the preset: by 1 % per round), epsilon 5 and 10. Not from the paper:
+1,000 records per client, not 6,000, because b = 10 with 1,220 rounds over 6,000 would take hours. With 800 the plan for epsilon 5
+is b = 10, T = 1, which is not the paper's case. The embedded digits give 400 records, and that case.
 
-The plan is the planner's own answer, twice: from constants estimated on the clients' data (what the paper says to do), and from
-the constants that fit the paper's Table I for MNIST, with noise for the records there are (C2 goes with 1 / n^2).
+There are two plans: from constants estimated on the clients' data (as the paper says), and from the constants that fit the
+paper's Table I for MNIST, with the noise for the available records (C2 is proportional to 1 / n^2).
 """
 
 import math
@@ -33,7 +33,7 @@ _TABLE_EPSILONS = (1.0, 5.0, 10.0)
 
 
 def constants_of_table() -> tuple[float, float, float]:
-    """Return gamma, C1/C2 and C3/C2 (at epsilon 1) by least squares on the nine T* of the paper's Table I."""
+    """Return gamma, C1/C2 and C3/C2 (at epsilon 1), fitted by least squares to the nine T* of the paper's Table I."""
 
     def errors(constants: tuple[float, float, float]) -> list[float]:
         found = []
@@ -77,13 +77,13 @@ def plans_of_data(num_records: int, data_dir: str) -> dict[float, Answer]:
 def points(
     num_records: int, most_replies: int, plans: dict[float, Answer], estimated: dict[float, Answer]
 ) -> tuple[list[Point], list[str]]:
-    """Return the points, each epsilon's plan first, and what was left out for its number of replies."""
+    """Return the points, each epsilon's plan first, and the points left out for their number of replies."""
     chosen, left_out = [], []
     for epsilon in EPSILONS:
         best = plans[epsilon].best
         own = (best.cohort_size, best.num_rounds)
         off = [(b, t) for t in (max(1, round(best.num_rounds / 5)), 5 * best.num_rounds) for b in COHORTS]
-        # Off by a factor of five is the plan itself, or nothing, where it has one round or none.
+        # If the plan has one round or none, a T that is five times too small is the plan itself or no training.
         pairs = [own, *(pair for pair in off if pair != own and pair[1])]
         pairs.append((estimated[epsilon].best.cohort_size, estimated[epsilon].best.num_rounds))
         plan_of = {0: "Table I", len(pairs) - 1: "data"}
@@ -106,12 +106,12 @@ def _numbers(strategy: Any, statement: PrivacyStatement) -> Row:
     if not strategy.charges.number(strategy.rules.training.name):
         return {"replies": 0, "noise scale": 0.0, "tight": 0.0, "paper": 0.0}
     replies = num_replies(strategy.num_clients, strategy.rules.cohort_size, strategy.charges.number(strategy.rules.training.name))
-    scale = statement.noise["largest_noise_scale_of_a_mean_gradient"]
-    return {"replies": replies, "noise scale": scale, "tight": statement.epsilon, "paper": statement.paper.epsilon}
+    scale = statement.noise["max_noise_scale_of_a_mean_gradient"]
+    return {"replies": replies, "noise scale": scale, "tight": statement.epsilon, "paper": statement.paper_epsilon.epsilon}
 
 
 def report(results: list[Measured]) -> str:
-    """Return the table, with every loss against that of the plan of the same epsilon, seed by seed."""
+    """Return the table, with every loss compared with that of the plan of the same epsilon, seed by seed."""
     rows = []
     for result in results:
         planned = next(r for r in results if r.arguments["epsilon"] == result.arguments["epsilon"])
@@ -135,7 +135,7 @@ def report(results: list[Measured]) -> str:
 
 
 def verdicts(results: list[Measured]) -> list[str]:
-    """Say for each epsilon whether the plan has the least mean loss."""
+    """Return for each epsilon whether the plan has the least mean loss."""
     lines = []
     for epsilon in dict.fromkeys(result.arguments["epsilon"] for result in results):
         own = [result for result in results if result.arguments["epsilon"] == epsilon]
@@ -150,7 +150,7 @@ def verdicts(results: list[Measured]) -> list[str]:
 
 
 def draw(results: list[Measured], path: Path) -> None:
-    """Draw the test loss over T, a line for each b; the plan from the constants of Table I is ringed."""
+    """Draw the test loss over T, one line per b, with a ring at the plan from the constants of Table I."""
     with panels(path, [f"ε = {epsilon:g}" for epsilon in EPSILONS], "test loss") as every:
         for axes, epsilon in zip(every, EPSILONS, strict=True):
             own = [result for result in results if result.arguments["epsilon"] == f"{epsilon:g}"]

@@ -1,7 +1,7 @@
-"""Does NbAFL's final loss fall with epsilon and with N, and is there an interior best T?
+"""Test whether NbAFL's final loss falls with epsilon and with N, and whether the best T is interior.
 
-All was fixed before the first full run. From the paper: MLP 784-256-10, N = 50, T = 25, 100 records a client (as many as the
-embedded digits allow without a folder of the full set), C = 20, delta 0.01, epsilon 50, 60, 100. From the preset: L = 1,
+All settings were fixed before the first full run. From the paper: MLP 784-256-10, N = 50, T = 25, 100 records per client (as many
+as the embedded digits allow without a folder of the full set), C = 20, delta 0.01, epsilon 50, 60, 100. From the preset: L = 1,
 mu = 0.1, 2 local epochs in batches of 10, learning rate 0.02 (the paper has 0.002 and gives no number of local steps).
 """
 
@@ -22,7 +22,7 @@ ROUNDS = (2, 5, 10, 25, 50)
 
 
 def points(num_records: int) -> list[Point]:
-    """Return the points of the three sweeps; the base is in all of them."""
+    """Return the points of the three sweeps, which all contain the base."""
     grid = {"epsilon": EPSILONS, "N": CLIENTS, "T": ROUNDS}
     chosen = [BASE, *(BASE | {key: value} for key, values in grid.items() for value in values)]
     unique = list({tuple(arguments.values()): arguments for arguments in chosen}.values())
@@ -51,12 +51,12 @@ def _numbers(strategy: Any, statement: PrivacyStatement) -> Row:
         "downlink std": strategy.rules.downlink_noise_std,
         "uplink": tight.get("uplink", statement.epsilon),
         "downlink": tight.get("downlink", statement.epsilon),
-        "paper valid": None if statement.paper is None else statement.paper.valid,
+        "paper valid": None if statement.paper_epsilon is None else statement.paper_epsilon.valid,
     }
 
 
 def sweep(results: list[Measured], key: str) -> list[Measured]:
-    """Return the results that differ from the base in one word only, in its order."""
+    """Return the results that differ from the base only in one setting, in the order of its values."""
     others = {name: value for name, value in BASE.items() if name != key}
     found = [r for r in results if all(r.arguments[name] == value for name, value in others.items())]
     return sorted(found, key=lambda result: float(result.arguments[key]))
@@ -86,7 +86,7 @@ def report(results: list[Measured]) -> str:
 
 
 def verdicts(results: list[Measured]) -> list[str]:
-    """Say for each sweep how the loss goes, seed by seed."""
+    """Return for each sweep the direction of the loss, seed by seed."""
     lines = []
     for key in ("epsilon", "N"):
         row = sweep(results, key)
@@ -105,7 +105,7 @@ def verdicts(results: list[Measured]) -> list[str]:
 
 
 def draw(results: list[Measured], path: Path) -> None:
-    """Draw the test loss over the paper's epsilon, N and T; the loss without noise is a level."""
+    """Draw the test loss over the paper's epsilon, N and T, with a horizontal line for the loss without noise."""
     titles = [", ".join(f"{name} = {value:g}" for name, value in BASE.items() if name != key) for key in BASE]
     with panels(path, [title.replace("epsilon", "ε") for title in titles], "test loss") as every:
         for axes, key in zip(every, BASE, strict=True):

@@ -1,12 +1,12 @@
-"""Do the results of papers with local noise reproduce? FedSGD-DPC (Laplace) and NbAFL on MNIST, DP-PASGD on Adult and Vehicle.
+"""Reproduce results of papers with local noise: FedSGD-DPC (Laplace) and NbAFL on MNIST, DP-PASGD on Adult and Vehicle.
 
     python benchmarks/papers.py [PAPER ...] [--seeds N] [--data-dir DIR] [--plot FOLDER]
                                 [--most-replies N]
 
-One process, one torch thread; with 5 seeds some 15 minutes for the full MNIST, more for DP-PASGD. Prints a Markdown table each:
-test loss and accuracy at the end, mean ± standard deviation over the seeds, and differences of loss seed by seed, mean ± standard
-error (and in how many seeds they are above 0). Noise is the operating system's, as in any private run: another run gives other
-digits.
+One process, one torch thread; with 5 seeds some 15 minutes for the full MNIST, more for DP-PASGD. The program prints one Markdown
+table per paper: final test loss and accuracy, mean ± standard deviation over the seeds, and differences of loss seed by seed,
+mean ± standard error (and in how many seeds they are above 0). The operating system's random numbers give the noise, as in any
+private run, so every run gives other digits.
 """
 
 import argparse
@@ -28,10 +28,10 @@ from flower_dp.planning.fedsgd_dpc import plan
 
 
 def run_fedsgd_dpc(options: argparse.Namespace) -> None:
-    """Plan, run, and print."""
+    """Plan, run, and print FedSGD-DPC's table."""
     num_records = min(1000, _digits(options) // paper_fedsgd_dpc.NUM_CLIENTS)
     constants = paper_fedsgd_dpc.constants_of_table()
-    print(f"\n## FedSGD-DPC, Laplace, {num_records} records a client\n")
+    print(f"\n## FedSGD-DPC, Laplace, {num_records} records per client\n")
     print("constants that fit Table I: gamma = {:.3g}, C1/C2 = {:.4g}, C3/C2 = {:.4g} (epsilon 1)".format(*constants))
     plans = {
         epsilon: plan(paper_fedsgd_dpc.table_problem(constants, epsilon, num_records)) for epsilon in paper_fedsgd_dpc.EPSILONS
@@ -47,7 +47,7 @@ def run_fedsgd_dpc(options: argparse.Namespace) -> None:
             )
     points, left_out = paper_fedsgd_dpc.points(num_records, options.most_replies, plans, estimated)
     results = [measure(point, options.seeds, options.data_dir) for point in points]
-    print(f"left out, more than {options.most_replies} replies in a run: {'; '.join(left_out) or 'nothing'}\n")
+    print(f"skipped, more than {options.most_replies} replies in a run: {'; '.join(left_out) or 'nothing'}\n")
     print(paper_fedsgd_dpc.report(results), "\n")
     if options.plot:
         paper_fedsgd_dpc.draw(results, options.plot / "fedsgd-dpc.png")
@@ -55,17 +55,17 @@ def run_fedsgd_dpc(options: argparse.Namespace) -> None:
 
 
 def run_nbafl(options: argparse.Namespace) -> None:
-    """Run, and print."""
+    """Run, and print NbAFL's table."""
     num_records = min(100, _digits(options) // max(paper_nbafl.CLIENTS))
     results = [measure(point, options.seeds, options.data_dir) for point in paper_nbafl.points(num_records)]
-    print(f"\n## NbAFL, {num_records} records a client\n\n{paper_nbafl.report(results)}\n")
+    print(f"\n## NbAFL, {num_records} records per client\n\n{paper_nbafl.report(results)}\n")
     if options.plot:
         paper_nbafl.draw(results, options.plot / "nbafl.png")
     print("\n".join(paper_nbafl.verdicts(results)))
 
 
 def run_dp_pasgd(options: argparse.Namespace) -> None:
-    """Run, plan, and print."""
+    """Run, plan, and print DP-PASGD's table."""
     results = [measure(point, options.seeds, options.data_dir) for point in paper_dp_pasgd.points(options.data_dir)]
     planned = table(paper_dp_pasgd.plans(options.data_dir))
     print(f"\n## DP-PASGD\n\n{paper_dp_pasgd.report(results)}\n\n{planned}\n")
@@ -73,20 +73,20 @@ def run_dp_pasgd(options: argparse.Namespace) -> None:
 
 
 def _digits(options: argparse.Namespace) -> int:
-    """Print how many digits of MNIST there are; return the number to train on."""
+    """Print the numbers of MNIST's records; return the number of training records."""
     task = load_task("mnist", options.data_dir)
     print(f"data: {len(task.train_labels)} training and {len(task.test_labels)} test records of MNIST")
     return len(task.train_labels)
 
 
 def main() -> None:
-    """Run the papers asked for."""
+    """Run the chosen papers."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("papers", nargs="*", metavar="PAPER", help="fedsgd-dpc, nbafl, dp-pasgd; all by default")
+    parser.add_argument("papers", nargs="*", metavar="PAPER", help="fedsgd-dpc, nbafl or dp-pasgd; default: all")
     parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--data-dir", default="", help="folder of MNIST (by default the embedded digits), Adult, Vehicle")
-    parser.add_argument("--plot", type=Path, metavar="FOLDER", help="draw fedsgd-dpc.png and nbafl.png there")
-    parser.add_argument("--most-replies", type=int, default=500, help="FedSGD-DPC: leave out points with more replies in a run")
+    parser.add_argument("--data-dir", default="", help="folder of MNIST (default: the embedded digits), Adult, Vehicle")
+    parser.add_argument("--plot", type=Path, metavar="FOLDER", help="folder for fedsgd-dpc.png and nbafl.png")
+    parser.add_argument("--most-replies", type=int, default=500, help="FedSGD-DPC: skip points with more replies")
     options = parser.parse_args()
     jobs = {"fedsgd-dpc": run_fedsgd_dpc, "nbafl": run_nbafl, "dp-pasgd": run_dp_pasgd}
     if unknown := set(options.papers) - set(jobs):

@@ -1,15 +1,15 @@
-"""The same job here, in Flower's own DP wrapper and in pfl-research: accuracy, epsilon by each accountant and by ours, seconds.
+"""Compare one job here, in Flower's DP wrapper and in pfl-research: accuracy, epsilon by each accountant and ours, seconds.
 
     python benchmarks/peers.py [--rounds N] [--seeds N] [--data-dir DIR]
 
-The job is `mlp` of benchmarks/rounds.py: 1,000 clients with 60 digits each, an MLP, 100 clients a round, one local epoch of SGD,
-clip norm 0.5, noise multiplier 0.9, the noise on the sum of the clipped updates. Here once with cohorts of a fixed size and once
-with Poisson sampling. Seconds are those of the whole command, with its start. Accuracies are of the last model on the task's test
-records; noise is drawn anew in every run, so they differ. pfl-research takes part where `pfl` can be imported
-(`pip install pfl==0.6.0`). Prints a Markdown table.
+The job is `mlp` of benchmarks/rounds.py: 1,000 clients with 60 digits each, an MLP, 100 clients per round, one local epoch of
+SGD, clip norm 0.5, noise multiplier 0.9, the noise on the sum of the clipped updates. This package runs it once with cohorts of a
+fixed size and once with Poisson sampling. Seconds are those of the whole command, with its start. Accuracies are of the last
+model on the task's test records; they differ between runs, because every run draws new noise. pfl-research takes part if `pfl`
+can be imported (`pip install pfl==0.6.0`). The program prints a Markdown table.
 
-"By our accountant" is the epsilon of what each says it releases: of cohorts drawn without replacement for Flower. pfl-research
-draws a cohort with replacement, which no accountant here bounds.
+"By our accountant" is the epsilon of the release that each library describes: for Flower, of cohorts drawn without replacement.
+pfl-research draws a cohort with replacement, which no accountant here bounds.
 """
 
 import argparse
@@ -139,7 +139,7 @@ clientapp = "flowers_wrapper:client"
 
 def ours(num_rounds: int, seed: int, data_dir: str, *, poisson: bool) -> dict[str, Any]:
     """Run the job as `flower-dp run` does."""
-    settings = JOB.overrides(num_rounds, data_dir) | {"seed": seed, "evaluate-every": num_rounds}
+    settings = JOB.overrides(num_rounds, data_dir) | {"seed": seed, "test-every": num_rounds}
     if poisson:
         del settings["cohort-size"]
         settings |= {"sampling": "poisson", "sampling-rate": COHORT / JOB.num_clients}
@@ -150,12 +150,13 @@ def ours(num_rounds: int, seed: int, data_dir: str, *, poisson: bool) -> dict[st
         seconds = time.monotonic() - started
         statement = json.loads((folder / STATEMENT_JSON).read_text())
         last = json.loads((folder / METRICS).read_text().splitlines()[-1])
-    of_statement = {"own_epsilon": statement["epsilon"], "our_epsilon": statement["epsilon"], "relation": statement["relation"]}
+    told = statement["guarantee"]
+    of_statement = {"own_epsilon": told["epsilon"], "our_epsilon": told["epsilon"], "relation": told["relation"]}
     return {"accuracy": last["accuracy"], "seconds": seconds} | of_statement
 
 
 def flowers(num_rounds: int, seed: int, data_dir: str) -> dict[str, Any]:
-    """Run the job as a Flower app with Flower's wrapper, by plain `flwr run`; each client is a SuperNode."""
+    """Run the job as a Flower app with Flower's wrapper, by plain `flwr run`, with one SuperNode per client."""
     with tempfile.TemporaryDirectory() as place, tempfile.TemporaryDirectory() as folder:
         app = Path(place)
         result = app / "result.json"
@@ -198,7 +199,7 @@ def pfls(num_rounds: int, seed: int, data_dir: str) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Run all, and print the table."""
+    """Run all jobs, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=60)
     parser.add_argument("--seeds", type=int, default=3)

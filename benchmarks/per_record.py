@@ -1,14 +1,14 @@
-"""Sums of clipped per-record gradients: `torch.func` against opacus' three ways, and a plain loop; time and memory.
+"""Compare ways to sum clipped per-record gradients, `torch.func`, opacus' three ways and a plain loop, by time and memory.
 
     python benchmarks/per_record.py [logistic] [mlp] [cnn] [resnet18] [--device cpu|cuda] [--rounds N]
 
-Every way makes the same sum: gradients of cross-entropy, clipped to L2 norm 1, over random records. A table has one line a model
-and way: milliseconds a record (the fastest round, with as many records together as is fastest; on a processor the time of this
-process on one thread), memory at the peak beyond model and records, and how far the sum is from that of the plain loop. Ghost
-clipping gives the sum alone, without the rows that noise on a lattice needs.
+Every way makes the same sum: gradients of cross-entropy, clipped to L2 norm 1, over random records. The table has one line per
+model and way. It gives milliseconds per record, peak memory beyond model and records, and the difference of the sum from the
+plain loop's. The time is that of the fastest round with the fastest number of records at once; on a CPU it is processor time of
+one thread. Ghost clipping gives only the sum, without the rows that noise on a lattice needs.
 
-The last column says whether a row of the two engines of `flower_dp.clients.training.per_record` has the same bits at every
-place among other records.
+The last column shows whether a row of the two engines of `flower_dp.clients.training.per_record` has the same bits at every
+position among other records.
 """
 
 import argparse
@@ -111,7 +111,7 @@ def by_ghost_clipping(model: FlatModel, inputs: Tensor, targets: Tensor, chunk: 
 
 
 def one_by_one(model: FlatModel, inputs: Tensor, targets: Tensor, chunk: int) -> Tensor:
-    """Return the clipped sum with one backward pass a record."""
+    """Return the clipped sum with one backward pass per record."""
 
     def rows_of(model: FlatModel, inputs: Tensor, targets: Tensor) -> Tensor:
         loss = nn.functional.cross_entropy(model.module(inputs), targets)
@@ -138,20 +138,20 @@ def job_of(name: str, device: str) -> tuple[FlatModel, Tensor, Tensor]:
 
 
 def settle(device: str) -> None:
-    """Wait until a GPU has done what it was told."""
+    """Wait until a GPU has finished its work."""
     if device == "cuda":
         torch.cuda.synchronize()
 
 
 def resident(field: str) -> int:
-    """Return the bytes of this process that are in memory now (VmRSS) or were at most (VmHWM)."""
+    """Return this process's current (VmRSS) or peak (VmHWM) bytes in memory."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field))
 
 
 @contextmanager
 def peak(device: str, found: list[int]) -> Iterator[None]:
-    """Append how many bytes more than at the start were in use at most."""
+    """Append the peak number of bytes in use beyond those at the start."""
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
@@ -165,7 +165,7 @@ def peak(device: str, found: list[int]) -> Iterator[None]:
 
 
 def peak_of(name: str, way: str, chunk: int, device: str) -> int:
-    """Return the peak memory of one way, beyond model and records and what a first record loads."""
+    """Return the peak memory of one way, beyond the model, the records and the libraries that a first record loads."""
     model, inputs, targets = job_of(name, device)
     WAYS[way](model, inputs[:1], targets[:1], 1)
     found: list[int] = []
@@ -176,7 +176,7 @@ def peak_of(name: str, way: str, chunk: int, device: str) -> int:
 
 
 def peak_elsewhere(name: str, way: str, chunk: int, device: str) -> int:
-    """Return `peak_of`, on a processor from a process of its own, that no other way has left memory in."""
+    """Return `peak_of`; on a CPU from a new process, in which no other way has left memory."""
     if device == "cuda":
         return peak_of(name, way, chunk, device)
     command = [sys.executable, __file__, name, "--peak", way, str(chunk)]
@@ -184,7 +184,7 @@ def peak_elsewhere(name: str, way: str, chunk: int, device: str) -> int:
 
 
 def same_bits_at_every_place(model: FlatModel, inputs: Tensor, targets: Tensor, engine: str, chunk: int) -> bool:
-    """Return whether rows have the same bits when the records change places."""
+    """Return whether rows have the same bits if the records change positions."""
     inputs, targets = inputs[:chunk], targets[:chunk]
 
     def rows_of(inputs: Tensor, targets: Tensor) -> Tensor:
@@ -195,7 +195,7 @@ def same_bits_at_every_place(model: FlatModel, inputs: Tensor, targets: Tensor, 
 
 
 def measure(name: str, device: str, rounds: int) -> list[str]:
-    """Return a line of the table for every way."""
+    """Return one line of the table per way."""
     model, inputs, targets = job_of(name, device)
     seconds: dict[tuple[str, int], list[float]] = {}
     sums: dict[str, Tensor] = {}
@@ -225,7 +225,7 @@ def measure(name: str, device: str, rounds: int) -> list[str]:
 
 
 def processor() -> str:
-    """Return the processor's name, or its kind where the system does not tell."""
+    """Return the processor's name, or its architecture if the system does not give the name."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
@@ -234,7 +234,7 @@ def processor() -> str:
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("models", nargs="*", metavar="MODEL", help=f"{', '.join(JOBS)}; all of them by default")
+    parser.add_argument("models", nargs="*", metavar="MODEL", help=f"{', '.join(JOBS)}; default: all")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--peak", nargs=2, metavar=("WAY", "CHUNK"), help="print the peak memory of one way, in bytes")

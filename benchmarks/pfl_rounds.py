@@ -1,4 +1,4 @@
-"""Seconds a round and accuracy of pfl-research for a job of benchmarks/rounds.py, which starts this program by torchrun.
+"""Measure seconds per round and accuracy of pfl-research for a job of benchmarks/rounds.py, which starts this by torchrun.
 
     python -m torch.distributed.run --nproc-per-node 2 benchmarks/pfl_rounds.py JOB ROUNDS DATA_DIR RESULT [SEED]
 
@@ -37,7 +37,7 @@ from flower_dp.apps.tasks.models import make
 
 
 class Classifier(nn.Module):
-    """A model of the app with the loss and metrics that pfl asks for."""
+    """A model of the app with the loss and metrics that pfl needs."""
 
     def __init__(self, network: nn.Module) -> None:
         super().__init__()
@@ -59,19 +59,19 @@ class Classifier(nn.Module):
 
 
 class Clock(TrainingProcessCallback):
-    """Notes when every round ends."""
+    """A recorder of the times at which rounds end."""
 
     def __init__(self) -> None:
         self.ends: list[float] = []
 
     def after_central_iteration(self, aggregate_metrics: Metrics, model: Any, *, central_iteration: int) -> tuple[bool, Metrics]:
-        """Note the time."""
+        """Record the time."""
         self.ends.append(time.time())
         return False, Metrics()
 
 
 def main(name: str, num_rounds: int, data_dir: str, result: Path, seed: int = 0) -> None:
-    """Run the job, and write down when its rounds ended, and the accuracy of the last model."""
+    """Run the job, and write the times at which its rounds ended and the accuracy of the last model."""
     torch.set_num_threads(1)
     (job,) = (job for job in JOBS if job.name == name)
     task = load_task("mnist", data_dir)

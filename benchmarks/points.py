@@ -1,4 +1,4 @@
-"""Points of an experiment: a preset of the app with other settings, run in this process over some seeds, and tables of them."""
+"""Run points of an experiment, presets of the app with other settings, in this process over some seeds, and make tables."""
 
 import json
 import logging
@@ -21,15 +21,15 @@ from matplotlib.figure import Figure
 from torch import nn
 
 REPOSITORY = Path(__file__).resolve().parent.parent
-# The grid of the tests calls the ClientApp in this process: the 10 to 20 s that `flwr run` takes to start, once a point and seed,
-# would be more than an hour. Strategies, clients, settings and data are the app's own.
+# The grid of the tests calls the ClientApp in this process: `flwr run` takes 10 to 20 s to start, for every point and seed, which
+# would add more than an hour. Strategies, clients, settings and data are the app's own.
 sys.path[:0] = [str(REPOSITORY), str(REPOSITORY / "tests")]
 
 from grids import LocalGrid  # noqa: E402
 
 from flower_dp.apps import records  # noqa: E402
 from flower_dp.apps.client_app import app  # noqa: E402
-from flower_dp.apps.methods import Run  # noqa: E402
+from flower_dp.apps.methods import ParsedRunConfig  # noqa: E402
 from flower_dp.apps.tasks.models import loss_of, predictions  # noqa: E402
 from flower_dp.clients import TensorRecords, model_arrays  # noqa: E402
 from flower_dp.privacy import accounting  # noqa: E402
@@ -39,16 +39,16 @@ from flower_dp.strategies.strategy import DPStrategy  # noqa: E402
 
 Row = dict[str, Any]
 
-# Lines that the colour-blind can tell apart, also in grey print.
+# Line styles that color-blind readers can distinguish, also in gray print.
 LOOKS: tuple[dict[str, Any], ...] = tuple(
-    {"color": colour, "marker": mark, "markersize": 5, "capsize": 2}
-    for colour, mark in (("#0072B2", "o"), ("#D55E00", "s"), ("#009E73", "^"), ("#CC79A7", "D"))
+    {"color": color, "marker": mark, "markersize": 5, "capsize": 2}
+    for color, mark in (("#0072B2", "o"), ("#D55E00", "s"), ("#009E73", "^"), ("#CC79A7", "D"))
 )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Point:
-    """Settings of a run that are not the preset's, by run-config key, and what the table says of the point."""
+    """A point of an experiment: settings that differ from the preset, by run-config key, and the table's columns."""
 
     preset: str
     settings: Mapping[str, Any]
@@ -58,7 +58,7 @@ class Point:
 
 @dataclass(slots=True, kw_only=True)
 class Measured:
-    """What a point gave, one entry a seed; `numbers` are the last seed's: all seeds have the same noise and privacy."""
+    """A point's results, one entry per seed; `numbers` are the last seed's, since all seeds have the same noise and privacy."""
 
     arguments: Mapping[str, Any]
     settings: Mapping[str, Any]
@@ -69,12 +69,12 @@ class Measured:
 
     @property
     def loss(self) -> float:
-        """Mean final test loss over the seeds."""
+        """The mean of the final test loss over the seeds."""
         return statistics.fmean(self.losses)
 
     @property
     def loss_spread(self) -> float:
-        """Standard deviation of the final test loss over the seeds."""
+        """The standard deviation of the final test loss over the seeds."""
         return deviation(self.losses)
 
 
@@ -87,7 +87,7 @@ def config_of(preset: str, settings: Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What one run gave; `validation` is the final model's loss on the records that are held out for it, if there are any."""
+    """The result of one run; `validation` is the final model's loss on records held out for validation, if there are any."""
 
     loss: float
     accuracy: float
@@ -97,10 +97,10 @@ class Outcome:
 
 
 def run_once(point: Point, seed: int, data_dir: str) -> Outcome:
-    """Run a point with a seed, which governs data split, initial model and order of records, never noise."""
+    """Run a point with a seed, which governs data split, initial model and order of records, but never noise."""
     started = time.monotonic()
     config = config_of(point.preset, {**point.settings, "seed": seed, "data-dir": data_dir})
-    run, dealt = Run.of(config), records.deal(records.config_of(config))
+    run, dealt = ParsedRunConfig.of(config), records.deal(records.config_of(config))
     model, num_rounds = run.model(), run.settings.num_rounds
     strategy = run.strategy(partial(_sizes, dealt))
     # One node hosts all clients, as a worker of the simulation hosts its part of them.
@@ -137,8 +137,10 @@ def _sizes(dealt: records.Dealt) -> dict[str, int]:
     return {name: len(own) for name, own in dealt.clients.items()}
 
 
-def _validation(run: Run, dealt: records.Dealt, model: nn.Module) -> Callable[[int, ArrayRecord], MetricRecord | None]:
-    """Return an evaluate_fn on the records that are held out for validation; one that returns nothing where there are none."""
+def _validation(
+    run: ParsedRunConfig, dealt: records.Dealt, model: nn.Module
+) -> Callable[[int, ArrayRecord], MetricRecord | None]:
+    """Return an evaluate_fn on the records held out for validation; without such records it returns nothing."""
 
     def evaluate(server_round: int, arrays: ArrayRecord) -> MetricRecord | None:
         if dealt.validation is None:
@@ -150,7 +152,7 @@ def _validation(run: Run, dealt: records.Dealt, model: nn.Module) -> Callable[[i
 
 
 @torch.inference_mode()
-def test(run: Run, model: nn.Module, arrays: ArrayRecord, public: TensorRecords) -> tuple[float, float]:
+def test(run: ParsedRunConfig, model: nn.Module, arrays: ArrayRecord, public: TensorRecords) -> tuple[float, float]:
     """Return loss and accuracy of a model on public records."""
     model.load_state_dict(arrays.to_torch_state_dict())
     kind, everything = run.settings.model, torch.arange(len(public))
@@ -160,7 +162,7 @@ def test(run: Run, model: nn.Module, arrays: ArrayRecord, public: TensorRecords)
 
 
 class Results:
-    """The lines of a file, a run each, by point and seed; `point` makes a point, a dataclass, of its keys."""
+    """The lines of a file, one per run, by point and seed; `point` makes a point, a dataclass, from its keys."""
 
     def __init__(self, path: Path, point: Callable[..., Any]) -> None:
         self._path = path
@@ -170,7 +172,7 @@ class Results:
             self._rows[point(**row.pop("case"))][row["seed"]] = row
 
     def has(self, case: Any, seed: int) -> bool:
-        """Whether a run has been made."""
+        """Return whether the file has a run."""
         return seed in self._rows.get(case, {})
 
     def add(self, case: Any, row: Row) -> None:
@@ -185,7 +187,7 @@ class Results:
 
     @property
     def cases(self) -> list[Any]:
-        """All points with a run."""
+        """Return all points with a run."""
         return list(self._rows)
 
 
@@ -200,7 +202,7 @@ def deviation(values: Sequence[float]) -> float:
 
 
 def difference(one: Measured, other: Measured) -> str:
-    """Return how much larger one's loss is than the other's: mean of the seeds' differences +- standard error, and how often."""
+    """Return the difference of two losses: mean of the seeds' differences +- standard error, and how often it is > 0."""
     apart = [a - b for a, b in zip(one.losses, other.losses, strict=True)]
     error = deviation(apart) / len(apart) ** 0.5
     return f"{statistics.fmean(apart):+.3f} ± {error:.3f} ({sum(a > 0 for a in apart)} of {len(apart)})"
@@ -220,7 +222,7 @@ def _cell(value: Any) -> str:
 
 @contextmanager
 def panels(path: Path, titles: Sequence[str], label: str, *, rows: int = 1) -> Iterator[list[Axes]]:
-    """Give panels to draw in, row by row, and write the picture; panels in a row share their vertical axis."""
+    """Yield panels to draw in, row by row, and write the picture; panels in a row share their vertical axis."""
     figure = Figure(figsize=(8.5, 0.4 + 3.0 * rows), layout="constrained")
     made = figure.subplots(rows, len(titles) // rows, sharey="row", squeeze=False)
     for line in made:
@@ -239,7 +241,7 @@ def quiet() -> None:
 
 
 def remember_costs() -> None:
-    """Account equal events once: cost is a function of the events, and points of an experiment charge the same few."""
+    """Cache the cost of equal events: points of an experiment charge the same few, and cost depends only on the events."""
     compute, known = accounting.epsilon, dict[Any, Any]()
 
     def epsilon(event: Any, **arguments: Any) -> Any:

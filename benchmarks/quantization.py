@@ -1,9 +1,9 @@
-"""How long QSGD takes, how much memory and how many bits: one core, NumPy.
+"""Measure time, memory and bits of QSGD: one core, NumPy.
 
     python benchmarks/quantization.py [--coordinates N]
 
-Prints a Markdown table: seconds to encode and to decode (the least of three), memory that was allocated besides the vector as a
-multiple of the float32 vector, and bits a coordinate, as sent and at most.
+The program prints a Markdown table: seconds to encode and to decode (the least of three), memory allocated besides the vector as
+a multiple of the float32 vector, and bits per coordinate, as sent and at most.
 """
 
 import argparse
@@ -23,7 +23,7 @@ from flower_dp.core.noise import noise_generator
 
 
 def timed(call: Callable[[], Any]) -> tuple[float, float, Any]:
-    """Return the least of three times, the peak of memory and the result."""
+    """Return the least of three times, the peak memory and the result."""
     times = []
     for _ in range(3):
         started = time.perf_counter()

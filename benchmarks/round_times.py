@@ -1,4 +1,4 @@
-"""When the rounds of a run ended: a run whose cohorts are secret stores no times, which would tell how many clients took part."""
+"""Measure when the rounds of a run end. A run with secret cohorts stores no times, which would reveal the number of clients."""
 
 import threading
 import time
@@ -11,10 +11,10 @@ _LOOK_SECONDS = 0.005
 
 
 class RoundTimes:
-    """Look within this context again and again how many lines a run's metrics have: one a round, from round 0 on.
+    """A context that polls the number of lines of a run's metrics: one line per round, from round 0 on.
 
     Attributes:
-        ends: the clock (`time.monotonic`) when each line was seen first.
+        ends: times (`time.monotonic`) at which each line was seen first.
     """
 
     def __init__(self, folder: Path) -> None:

@@ -1,14 +1,14 @@
-"""Seconds a round of `flower-dp run` against plain PyTorch loops and pfl-research, in the same run.
+"""Compare seconds per round of `flower-dp run` with plain PyTorch loops and pfl-research, in the same session.
 
     python benchmarks/rounds.py [mlp] [mlp-module] [cnn-small] [logistic-1000] [logistic-50000] [logistic-1000000]
         [--rounds N] [--data-dir DIR]
 
-Prints, for every job, the mean seconds a round of each (start-up apart), the ratios, the memory of all processes of our runs,
-and the seconds from the start to the end of round 1. The plain loop runs before and after: in one process, with one torch
-thread and with all, and in two processes at once, with half of the clients and one thread each (the slower one counts). The
-fastest of each kind counts. Its convolutions have torch's own layout in memory. pfl-research runs, on two processes, where `pfl`
-can be imported (`pip install pfl==0.6.0`). `mlp-module` is the same job as `mlp`, as an app of somebody's own (`flower_dp.app`)
-whose model is a hand-written `nn.Module` in place of `nn.Sequential`.
+For every job the program prints the mean seconds per round of each way (without start-up), the ratios, the memory of all
+processes of our runs, and the seconds from the start to the end of round 1. The plain loop runs before and after: in one process,
+with one torch thread and with all, and in two processes at once, with half of the clients and one thread each (the slower one
+counts). The fastest of each kind counts. Its convolutions have torch's own layout in memory. pfl-research runs on two processes,
+if `pfl` can be imported (`pip install pfl==0.6.0`). `mlp-module` is the job `mlp` as a user's own app (`flower_dp.app`), whose
+model is a hand-written `nn.Module` instead of `nn.Sequential`.
 """
 
 import argparse
@@ -50,7 +50,7 @@ COHORT = 100
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """One comparison: central DP-FedAvg, one local epoch, batches of 10, `cohort` clients a round."""
+    """One comparison: central DP-FedAvg, one local epoch, batches of 10, `cohort` clients per round."""
 
     name: str
     model: str
@@ -75,11 +75,11 @@ class Job:
             "momentum": 0.0,
             "learning-rate": 0.1,
             "learning-rate-decay": 0.0,
-            "evaluate-every": 0,
+            "test-every": 0,
         }
 
     def dealt(self, labels: np.ndarray, seed: int = 0) -> list[np.ndarray]:
-        """Return the records of each client, by their places."""
+        """Return the indices of each client's records."""
         of_others = {"dirichlet_alpha": 1.0, "classes_per_client": 1}
         size = self.records_per_client
         return partition("sample", labels, num_clients=self.num_clients, seed=seed, records_per_client=size, **of_others)
@@ -153,7 +153,7 @@ clientapp = "own_mlp:app.client"
 
 
 def own_app(job: Job, data_dir: str, folder: Path) -> Path:
-    """Write the job down as an app of somebody's own, and return its folder."""
+    """Write the job as a user's own app, and return its folder."""
     source = OWN_APP.format(repository=str(REPOSITORY), data_dir=data_dir, records_per_client=job.records_per_client)
     (folder / "own_mlp.py").write_text(source)
     config = job.overrides(1, data_dir) | {"output-dir": ""}
@@ -163,7 +163,7 @@ def own_app(job: Job, data_dir: str, folder: Path) -> Path:
 
 
 def plain_loop(job: Job, num_rounds: int, data_dir: str, parts: int = 1) -> float:
-    """Return the mean seconds a round of DP-FedAvg as one writes it down in PyTorch, with one of so many parts of the clients."""
+    """Return the mean seconds per round of DP-FedAvg in plain PyTorch, with one of several equal parts of the clients."""
     task = load_task("mnist", data_dir)
     dealt = job.dealt(task.train_labels)
     images, labels = torch.from_numpy(task.train_inputs), torch.from_numpy(task.train_labels)
@@ -200,20 +200,20 @@ def fastest_plain_loop(job: Job, num_rounds: int, data_dir: str) -> float:
 
 
 def two_processes(job: Job, num_rounds: int, data_dir: str) -> float:
-    """Return the mean seconds a round of two plain loops at once, each with half of the clients and one thread."""
+    """Return the mean seconds per round of two plain loops at once, each with half of the clients and one thread."""
     with ProcessPoolExecutor(2, get_context("spawn"), torch.set_num_threads, (1,)) as pool:
         return max(pool.map(plain_loop, *zip(*[(job, num_rounds, data_dir, 2)] * 2, strict=True)))
 
 
 def our_run(job: Job, num_rounds: int, data_dir: str) -> dict[str, Any]:
-    """Run the job by `flower-dp run`; return seconds a round and the memory of its processes early and late."""
+    """Run the job by `flower-dp run`; return seconds per round and the memory of its processes early and late."""
     memory: list[tuple[float, float]] = []
     with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory() as app, RoundTimes(Path(folder, "run")) as rounds:
         started = time.monotonic()
         target = own_app(job, data_dir, Path(app)) if job.own_app else REPOSITORY
         process = begun(target, job.overrides(num_rounds, data_dir), Path(folder, "run"))
         while process.poll() is None:
-            # Reading the memory of all processes takes some time from them: only twice.
+            # Reading the memory of all processes slows them, so it happens only twice.
             if len(rounds.ends) > (num_rounds // 4, num_rounds - 1, math.inf)[len(memory)]:
                 memory.append(tree_memory())
             time.sleep(0.05)
@@ -228,7 +228,7 @@ def our_run(job: Job, num_rounds: int, data_dir: str) -> dict[str, Any]:
 
 
 def begun(target: Path, settings: Mapping[str, Any], folder: Path) -> "subprocess.Popen[bytes]":
-    """Begin `flower-dp run`, which says nothing but errors."""
+    """Start `flower-dp run`, with output of errors only."""
     command = [sys.executable, "-m", "flower_dp.cli.entry", "run", str(target), "--output-dir", str(folder)]
     for key, value in settings.items():
         command += ["--set", f"{key}={str(value).lower() if isinstance(value, bool) else value}"]
@@ -244,7 +244,7 @@ def pfl_run(job: Job, num_rounds: int, data_dir: str) -> dict[str, Any]:
 
 
 def pfl_result(job: Job, num_rounds: int, data_dir: str, seed: int = 0) -> dict[str, Any]:
-    """Run the job with pfl-research on two processes; return when its rounds ended, and the accuracy of the last model."""
+    """Run the job with pfl-research on two processes; return the times at which rounds ended, and the last model's accuracy."""
     program = Path(__file__).with_name("pfl_rounds.py")
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "result.json"
@@ -256,14 +256,14 @@ def pfl_result(job: Job, num_rounds: int, data_dir: str, seed: int = 0) -> dict[
 
 
 def times(ends: list[float]) -> dict[str, Any]:
-    """Return the seconds between the ends of rounds, without the first ones."""
+    """Return the seconds between the ends of rounds, without the first rounds."""
     rounds = sorted(after - before for before, after in pairwise(ends[WARM_UP:]))
     quantiles = {f"p{part}": rounds[len(rounds) * part // 100] for part in (10, 90)}
     return {"seconds": statistics.fmean(rounds)} | quantiles
 
 
 def tree_memory() -> tuple[float, float]:
-    """Return the memory of all processes below this one in GB: with shared pages counted once (PSS), and summed RSS."""
+    """Return the memory of all descendant processes in GB: PSS, which counts shared pages once, and summed RSS."""
     shared, resident = 0, 0
     for process in psutil.Process().children(recursive=True):
         try:
@@ -276,9 +276,9 @@ def tree_memory() -> tuple[float, float]:
 
 
 def main() -> None:
-    """Run the jobs asked for."""
+    """Run the chosen jobs."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("jobs", nargs="*", help="names of jobs; all by default")
+    parser.add_argument("jobs", nargs="*", help="names of jobs; default: all")
     parser.add_argument("--rounds", type=int, default=60)
     parser.add_argument("--data-dir", default="")
     options = parser.parse_args()

@@ -1,13 +1,13 @@
-"""Does SCAFFOLD need fewer rounds than FedAvg on clients that differ? MNIST, no privacy, over seeds.
+"""Compare the rounds that SCAFFOLD and FedAvg need on heterogeneous clients: MNIST, no privacy, over seeds.
 
     python benchmarks/scaffold.py [--seeds N] [--data-dir DIR] [--most-rounds N] [--digits N]
                                    [--local-steps N [N ...]]
 
-Logistic regression, HET_MNIST(1): 100 clients with one digit each, 10 of them a round at random, E local steps on 12 records
-each, constant step size 0.1. FedAvg is the same program without control variates: DP-FedPAQ without noise, quantisation or any
-gradient that reaches the clip norm. Counts the rounds until the test accuracy is 85 % for the first time, and those until it
-stays there for five rounds. One process, one torch thread. A seed governs data split, initial model and who takes part; which
-records a client takes in a round is drawn anew, as in any run.
+Logistic regression, HET_MNIST(1): 100 clients with one digit each, 10 random clients per round, E local steps on 12 records each,
+constant step size 0.1. FedAvg is the same program without control variates: DP-FedPAQ without noise, quantization or any gradient
+that reaches the clip norm. The program counts the rounds until the test accuracy first reaches 85 %, and until it stays there for
+five rounds. One process, one torch thread. A seed governs data split, initial model and cohorts. As in any run, a client's
+records of a round are drawn anew.
 """
 
 import argparse
@@ -17,16 +17,16 @@ import time
 from typing import Any
 
 import torch
-from points import LocalGrid, Run, app, config_of, deviation, model_arrays, quiet, records, table, test
+from points import LocalGrid, ParsedRunConfig, app, config_of, deviation, model_arrays, quiet, records, table, test
 
-# The app's own: the preset's table is not read by the other method.
+# The app's defaults, because the other method does not read the preset's table.
 DEFAULTS = {"epsilon": 4.0, "clip-norm": 1.0, "sensitivity": "clip-update", "num-local-steps": 10, "decay-iterations": 100.0}
 TARGET = 0.85
 STAYS = 5
 
 
 class Reached(Exception):  # noqa: N818 (it is no error)
-    """The accuracy has stayed at the target."""
+    """Raised if the accuracy has stayed at the target."""
 
 
 def rounds_of(method: str, seed: int, steps: int, options: argparse.Namespace) -> tuple[int, int, float]:
@@ -54,7 +54,7 @@ def rounds_of(method: str, seed: int, steps: int, options: argparse.Namespace) -
         f"{table_of}.num-replies": options.most_rounds,
     }
     config = config_of("mnist-scaffold-not-private", settings)
-    run = Run.of(config)
+    run = ParsedRunConfig.of(config)
     dealt, model = records.deal(records.config_of(config)), run.model()
     public = records.records_to_test_with(run, records.config_of(config))
     strategy = run.strategy(lambda: {name: len(own) for name, own in dealt.clients.items()})
@@ -93,7 +93,7 @@ def main() -> None:
         "--data-dir", default="", help="folder of the full MNIST; the embedded digits by default, 2 records a step"
     )
     parser.add_argument("--most-rounds", type=int, default=150)
-    parser.add_argument("--digits", type=int, default=1, help="digits of a client")
+    parser.add_argument("--digits", type=int, default=1, help="number of digits per client")
     parser.add_argument("--local-steps", type=int, nargs="+", default=[10])
     options = parser.parse_args()
     torch.set_num_threads(1)

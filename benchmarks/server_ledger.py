@@ -1,9 +1,9 @@
-"""What a server's ledger costs: a round of a client-level run, and a round of 1,000 clients of a million.
+"""Measure the time of a server's ledger: a round of a client-level run, and a round of 1,000 clients of a million.
 
     python benchmarks/server_ledger.py [--clients 1000000] [--cohort 1000] [--rounds 200] [--folder FOLDER]
 
-Every round is drawn from clients who were charged before, and the ledger is on the disk of FOLDER. Beside each time is that of
-one write of 4 KiB with fsync there, which no ledger can do without.
+Every cohort is drawn from clients that were charged before, and the ledger is on the disk of FOLDER. Beside each time the program
+prints the time of one write of 4 KiB with fsync there, which every ledger needs.
 """
 
 import argparse
@@ -20,8 +20,8 @@ from pathlib import Path
 import numpy as np
 from dp_accounting import GaussianDpEvent, PoissonSampledDpEvent
 
-from flower_dp.privacy.budget import JointBudget
-from flower_dp.privacy.charges import EVERY_CLIENT, Charge, Scope
+from flower_dp.privacy.budget import LedgerBudget
+from flower_dp.privacy.charges import ALL_CLIENTS, Charge, CostScope
 from flower_dp.privacy.store import Store
 
 EVENT = PoissonSampledDpEvent(0.01, GaussianDpEvent(2.0))
@@ -33,8 +33,8 @@ def charge(number: int, owners: tuple[str, ...]) -> Charge:
         release="dp-pasgd",
         number=number,
         server_round=number,
-        kind="a benchmark",
-        scope=Scope(unit="client", relation="add-or-remove-one"),
+        fingerprint="a benchmark",
+        scope=CostScope(unit="client", relation="add-or-remove-one"),
         owners=owners,
         events=(EVENT,),
     )
@@ -53,28 +53,28 @@ def told(what: str, times: Times) -> None:
 
 
 def timed(call: Callable[[], object]) -> tuple[float, float]:
-    """Return the seconds that a call takes, and those of the processor."""
+    """Return the wall seconds and the processor seconds of a call."""
     started, busy = time.perf_counter(), time.process_time()
     call()
     return time.perf_counter() - started, time.process_time() - busy
 
 
 def charged(ledger: Store, run: str, cohorts: list[tuple[str, ...]], first: int) -> Times:
-    """Charge cohorts, one after the other, and return how long each took."""
+    """Charge cohorts, one after another, and return the time of each."""
     made = [charge(number, names) for number, names in enumerate(cohorts, start=first)]
     return [timed(partial(ledger.append, run, one)) for one in made]
 
 
 @contextmanager
-def begun(path: Path, budget: JointBudget | None) -> Iterator[tuple[Store, str]]:
-    """Create a ledger, and begin a run on it."""
+def begun(path: Path, budget: LedgerBudget | None) -> Iterator[tuple[Store, str]]:
+    """Create a ledger, and start a run on it."""
     Store.create(path, budget)
     with Store(path) as ledger:
         yield ledger, ledger.begin(method="benchmark", delta=1e-6)
 
 
 def fsyncs(folder: Path, count: int) -> Times:
-    """Return how long writes of 4 KiB with fsync take, over what is there already."""
+    """Return the times of writes of 4 KiB with fsync over existing content."""
     descriptor = os.open(folder / "fsync", os.O_RDWR | os.O_CREAT, 0o600)
     os.pwrite(descriptor, bytes(4096), 0)
     os.fsync(descriptor)
@@ -94,16 +94,16 @@ def main() -> None:
     parser.add_argument("--clients", type=int, default=1_000_000)
     parser.add_argument("--cohort", type=int, default=1000)
     parser.add_argument("--rounds", type=int, default=200)
-    parser.add_argument("--folder", help="on whose disk the ledger is; default: the folder of temporary files")
+    parser.add_argument("--folder", help="folder of the ledger; default: the folder of temporary files")
     words = parser.parse_args()
     rng = np.random.default_rng()
     with tempfile.TemporaryDirectory(dir=words.folder) as name:
         folder = Path(name)
         told("one write of 4 KiB with fsync", fsyncs(folder, words.rounds))
-        budgets = {"": None, ", with a budget": JointBudget(epsilon=50.0, delta=1e-6)}
+        budgets = {"": None, ", with a budget": LedgerBudget(epsilon=50.0, delta=1e-6)}
         for what, budget in budgets.items():
             with begun(folder / f"every{bool(budget)}.sqlite", budget) as (ledger, run):
-                told(f"a round of a client-level run{what}", charged(ledger, run, [(EVERY_CLIENT,)] * words.rounds, 1))
+                told(f"a round of a client-level run{what}", charged(ledger, run, [(ALL_CLIENTS,)] * words.rounds, 1))
         for what, budget in budgets.items():
             path = folder / f"books{bool(budget)}.sqlite"
             names = [f"client-{number:07d}" for number in rng.permutation(words.clients)]

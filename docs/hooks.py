@@ -97,7 +97,7 @@ def on_page_content(content: str, **_: Any) -> str:
 
 @cache
 def drawn(source: str, *, block: bool) -> str:
-    """Return a formula as SVG in the colour and size of the text, with its source for those who can't see it.
+    """Return a formula as SVG in the color and size of the text, with its source for those who can't see it.
 
     Raises:
         ValueError: matplotlib's mathtext does not know it.

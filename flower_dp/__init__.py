@@ -1,8 +1,7 @@
-"""Differential privacy for Flower: strategies and clients, and a truthful account of how private they were.
+"""Differentially private federated learning for Flower: strategies, clients, and a privacy statement for every run.
 
-The top level has `app(model_fn=..., data_fn=...)`, an app around your own model and data, `simulate(app)`, which runs an app on
-this machine, and `RunFolder` and `record_run`, which write a run folder for your own app. They are imported when they are first
-used.
+`app(model_fn=..., data_fn=...)` makes an app around your own model and data. `simulate(app)` runs an app on this machine or on a
+Ray cluster. `RunFolder` and `record_run` write a run folder for your own app. Each name is imported at its first use.
 """
 
 from typing import Any
@@ -15,13 +14,13 @@ def __getattr__(name: str) -> Any:
     if name == "app":
         from flower_dp.running.apps import own_module  # noqa: PLC0415
 
-        return own_module("own_model").app
+        return own_module("user_app").app
     if name == "RunFolder":
         from flower_dp.running.run_folder import RunFolder  # noqa: PLC0415
 
         return RunFolder
     if name == "record_run":
-        from flower_dp.running.recorded import record_run  # noqa: PLC0415
+        from flower_dp.running.run_recorder import record_run  # noqa: PLC0415
 
         return record_run
     if name == "simulate":

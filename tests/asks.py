@@ -12,11 +12,22 @@ import msgspec
 import numpy as np
 from flwr.app import ArrayRecord, Message
 
-from flower_dp.clients.reasons import Declined, Failed
+from flower_dp.clients.refusal_messages import Declined, Failed
 from flower_dp.core import compression, noise
 from flower_dp.core.metric_bounds import FINER_LATTICE
-from flower_dp.privacy.client_terms import Terms
-from flower_dp.wire import KEY, PROTOCOL, Answer, Ask, Instruction, OwnAsk, Promise, RoundMask, payload_of, refusal_of
+from flower_dp.privacy.client_terms import ClientTerms
+from flower_dp.wire import (
+    KEY,
+    PROTOCOL,
+    Instruction,
+    LocalRequest,
+    Promise,
+    ReleaseRequest,
+    ReplyHeader,
+    RoundMask,
+    payload_of,
+    refusal_of,
+)
 
 GONE = object()
 T = TypeVar("T")
@@ -31,7 +42,7 @@ def replace(value: T, **changes: Any) -> T:
 
 def ask(
     *, clip_norm: float = 1.0, noise_multiplier: float = 1.0, placement: str = "central", size: int = 0, **arguments: Any
-) -> Ask:
+) -> ReleaseRequest:
     """Return an ask; its lattice is that of a server whose clients noise and send `size` coordinates."""
     promise = Promise(clip_norm=clip_norm, noise_multiplier=noise_multiplier)
     if placement == "distributed":
@@ -40,19 +51,19 @@ def ask(
         scale = arguments.get("noise_std", 0.0) or promise.noise_scale
         finer = FINER_LATTICE if arguments.get("metrics") is not None else 1.0
         arguments["step"] = noise.lattice_step(scale, clip_norm=clip_norm, dimension=size) / finer
-    return Ask(promise=promise, placement=placement, **arguments)
+    return ReleaseRequest(promise=promise, placement=placement, **arguments)
 
 
-def masked(*, keep_ratio: float, seed: int, size: int, **arguments: Any) -> Ask:
+def masked(*, keep_ratio: float, seed: int, size: int, **arguments: Any) -> ReleaseRequest:
     """Return an ask of rows [size] under a mask."""
     mask = RoundMask(seed=seed, keep_ratio=keep_ratio)
     return ask(mask=mask, size=mask.indices(size).size, **arguments)
 
 
-def own_ask(own: Mapping[str, tuple[float, str, float]], *, clip_norm: float = 1.0, **arguments: Any) -> Ask:
+def own_ask(own: Mapping[str, tuple[float, str, float]], *, clip_norm: float = 1.0, **arguments: Any) -> ReleaseRequest:
     """Return an ask of a run of its own under local placement: weight, terms and noise multiplier of every client."""
     each = {
-        name: OwnAsk(weight=weight, terms=terms, noise_multiplier=z, number=1, run=uuid4().hex)
+        name: LocalRequest(weight=weight, terms=terms, noise_multiplier=z, number=1, run=uuid4().hex)
         for name, (weight, terms, z) in own.items()
     }
     least = min((one.noise_multiplier for one in each.values()), default=0.0)
@@ -62,10 +73,10 @@ def own_ask(own: Mapping[str, tuple[float, str, float]], *, clip_norm: float = 1
 
 
 def own_instruction(
-    method: str, terms: Mapping[str, Terms], *, weight: float = 1.0, server_round: int = 1, **asked: Any
+    method: str, terms: Mapping[str, ClientTerms], *, weight: float = 1.0, server_round: int = 1, **asked: Any
 ) -> Instruction:
     """Return what an honest server asks of clients with these terms of their own, but for what is given here."""
-    own = {name: (weight, one.kind, one.release.mechanism.noise_multiplier) for name, one in terms.items()}
+    own = {name: (weight, one.fingerprint, one.release.mechanism.noise_multiplier) for name, one in terms.items()}
     clip_norm = next(iter(terms.values())).release.clip_norm
     ask = own_ask(own, **{"clip_norm": clip_norm} | asked)
     return Instruction(server_round=server_round, method=method, clients=tuple(terms), ask=ask)
@@ -132,14 +143,14 @@ def answered(reply: Message) -> Message:
     return reply
 
 
-def reasons(answer: Answer) -> dict[str, str]:
+def reasons(answer: ReplyHeader) -> dict[str, str]:
     """Return why clients are refused, in words."""
     return {name: one.reason for name, one in answer.refused.items()}
 
 
 def evaluated(text: str, instruction: Instruction) -> Evaluated:
     """Read an answer to an evaluation as the server does."""
-    answer = Answer.from_json(text, instruction.clients)
+    answer = ReplyHeader.from_json(text, instruction.clients)
     metrics = instruction.bounds
     length = len(metrics.bounds) if instruction.ask.placement == "local" else metrics.num_counted
     total = compression.decode(payload_of(ArrayRecord(), answer.payload, length), length)

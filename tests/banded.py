@@ -55,13 +55,13 @@ class Banded:
     num_turns: int
     witness: Witness = field(default_factory=Witness, compare=False, repr=False)
     placement: ClassVar[str] = "central"
-    lossy_messages: ClassVar[bool] = False
-    secret_cohort: ClassVar[bool] = False
+    compresses_noised_updates: ClassVar[bool] = False
+    cohort_is_secret: ClassVar[bool] = False
 
-    def at(self, clip_norm: float) -> Self:
+    def with_clip_norm(self, clip_norm: float) -> Self:
         return self
 
-    def share(self, cohort_size: int) -> float:
+    def share_std(self, cohort_size: int) -> float:
         return 0.0
 
     def events(self, number: int, cohort_size: int) -> Mapping[str, DpEvent]:
@@ -76,20 +76,20 @@ class Banded:
         return drawn, np.concatenate([drawn[None], before[:-1]])
 
     def add(self, total: np.ndarray, begun: Any, *, step: float, num_replies: int, cohort_size: int, rng: Generator) -> None:
-        total += noise.nearest(begun, step)
+        total += noise.round_to_nearest(begun, step)
 
 
 class BandedRules(ClientLevelRules):
     """The model moves by the noised sum of the two of four clients whose turn it is; the noise is for so many rounds."""
 
     def __init__(self, *, num_rounds: int, noise_multiplier: float) -> None:
-        sampling, central = RoundRobinSampling(cohort_size=2), {"placement": "central", "trusted_server": True}
+        sampling, central = RoundRobinSampling(cohort_size=2), {"placement": "central", "server_completes_noise": True}
         updates = ClippedUpdates(clip_norm=1.0, sampling=sampling, num_clients=4, relation=None, min_reply_ratio=None, **central)
         super().__init__(BANDED, "Banded", updates, noise_multiplier, delta=1e-3)
         banded = Banded(release=self.release, band=(0.5,), num_turns=num_rounds // 2)
         self.training, self.last = replace(self.training, noise=banded), num_rounds
 
-    def why_stop(self, state: RunState, server_round: int, cohort_size: int | None) -> str | None:
+    def stop_reason(self, state: RunState, server_round: int, cohort_size: int | None) -> str | None:
         return "its noise is for fewer rounds" if self.num_rounds(state.charges) >= self.last else None
 
 

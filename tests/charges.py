@@ -6,10 +6,10 @@ from dataclasses import dataclass, field
 from typing import Any
 from uuid import uuid4
 
-from flower_dp.core import dp
+from flower_dp.core import dp_events
 from flower_dp.core.sampling import FullSampling
-from flower_dp.privacy.charges import EVERY_CLIENT, Charge, Charges, Scope, frozen
-from flower_dp.privacy.client_terms import Terms, own_release
+from flower_dp.privacy.charges import ALL_CLIENTS, Charge, Charges, CostScope, frozen
+from flower_dp.privacy.client_terms import ClientTerms, own_release
 from flower_dp.privacy.mechanisms import Mechanism
 
 
@@ -38,27 +38,27 @@ class Kept:
         pass
 
 
-def charge_each(events: Mapping[str, dp.DpEvent], **fields: Any) -> Charge:
+def charge_each(events: Mapping[str, dp_events.DpEvent], **fields: Any) -> Charge:
     """A charge of one event for each owner; owners may have equal ones."""
-    places: dict[dp.DpEvent, int] = {}
+    places: dict[dp_events.DpEvent, int] = {}
     which = tuple(places.setdefault(frozen(event), len(places)) for event in events.values())
     return Charge(owners=tuple(events), events=tuple(places), which=which, **fields)
 
 
-def one_charge(number: int, event: dp.DpEvent, owners: tuple[str, ...] = (EVERY_CLIENT,), **changes: Any) -> Charge:
+def one_charge(number: int, event: dp_events.DpEvent, owners: tuple[str, ...] = (ALL_CLIENTS,), **changes: Any) -> Charge:
     """A charge of one event for all its owners."""
-    scope = Scope(unit="client", relation=changes.pop("relation", "add-or-remove-one"))
-    words = {"release": "r", "number": number, "server_round": number, "kind": "k", "scope": scope}
+    scope = CostScope(unit="client", relation=changes.pop("relation", "add-or-remove-one"))
+    words = {"release": "r", "number": number, "server_round": number, "fingerprint": "k", "scope": scope}
     return Charge(**words | {"owners": owners, "events": (event,)} | changes)
 
 
 def device_terms(
     num_replies: int, mechanism: Mechanism, *, sampler: Any = None, num_releases: int = 1, epsilon: float = math.inf, **words: Any
-) -> Terms:
+) -> ClientTerms:
     """Terms of a client with 100 records."""
     words = {"clip_norm": 1.0, "num_units": 100} | words
     release = own_release("a reply", mechanism, sampler or FullSampling(), **words)
-    return Terms(release=release, num_replies=num_replies, num_releases=num_releases, epsilon=epsilon)
+    return ClientTerms(release=release, num_replies=num_replies, num_releases=num_releases, epsilon=epsilon)
 
 
 def folded(charges: Iterable[Charge]) -> Charges:
@@ -82,7 +82,7 @@ def charge(strategy: Any, names: Iterable[str] = (), *, release: Any = None, ser
 def assert_charges_are_the_ledgers(strategy: Any, kept: Kept) -> None:
     """All charges are in the statement's scope, and no number is left out."""
     statement = strategy.statement
-    assert {one.scope for one in kept.each} <= {Scope(relation=statement.relation, unit=statement.unit)}
+    assert {one.scope for one in kept.each} <= {CostScope(relation=statement.relation, unit=statement.unit)}
     for release in {one.release for one in kept.each}:
         numbers = [one.number for one in kept.each if one.release == release]
         assert numbers == list(range(1, len(numbers) + 1))

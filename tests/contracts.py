@@ -11,7 +11,7 @@ from typing import Any
 
 from flower_dp import clients, strategies
 from flower_dp.clients import DPClient, LocalDPClient, Training
-from flower_dp.core import dp
+from flower_dp.core import dp_events
 from flower_dp.core.sampling import FixedSizeSampling, FullSampling, PoissonSampling, RoundRobinSampling, Sampler
 from flower_dp.privacy.charges import History
 from flower_dp.privacy.dp_fedpaq import FedPAQSteps
@@ -61,7 +61,7 @@ class Charge:
     """
 
     ledgers: Callable[[Any], Sequence[History]]
-    event: Callable[[Words], dp.DpEvent]
+    event: Callable[[Words], dp_events.DpEvent]
     rounds_late: int = 0
 
 
@@ -77,7 +77,7 @@ class Method:
         client: words, model=, clients=, noise_seed= -> a node's client; None: stock clients of Flower.
         stock: whether stock clients can take part.
         unit: what the statement protects.
-        relation: neighbouring relation.
+        relation: neighboring relation.
         delta: the delta of the statement.
         charges: everything that a round charges; the dearest of them is the epsilon of the statement.
         noise: std of each coordinate of the model's increment, where no update has any, by how many clients were heard.
@@ -135,11 +135,11 @@ class Method:
 
 
 @lru_cache(maxsize=256)
-def closed_epsilon(event: dp.DpEvent, num_rounds: int, relation: str, delta: float) -> float:
+def closed_epsilon(event: dp_events.DpEvent, num_rounds: int, relation: str, delta: float) -> float:
     """The epsilon of plain releases in every round: those of Gaussians are one, pure epsilons add up."""
-    if isinstance(event, dp.SelfComposedDpEvent):
+    if isinstance(event, dp_events.SelfComposedDpEvent):
         return closed_epsilon(event.event, event.count * num_rounds, relation, delta)
-    if isinstance(event, dp.LaplaceDpEvent):
+    if isinstance(event, dp_events.LaplaceDpEvent):
         return num_rounds * (2 if relation == "replace-one" else 1) / event.noise_multiplier
     return gaussian_epsilon([event.noise_multiplier] * num_rounds, relation, delta)
 
@@ -164,11 +164,11 @@ def charged_to_all(multiplier: Callable[[Words], float]) -> tuple[Charge, ...]:
     return (
         Charge(
             ledgers=lambda strategy: [strategy.rules.ledger(strategy.charges)],
-            event=lambda arguments: dp.GaussianDpEvent(multiplier(arguments)),
+            event=lambda arguments: dp_events.GaussianDpEvent(multiplier(arguments)),
         ),
         Charge(
             ledgers=lambda strategy: [strategy.rules.outside_ledger(strategy.charges)],
-            event=lambda arguments: dp.GaussianDpEvent(NOISE_MULTIPLIER),
+            event=lambda arguments: dp_events.GaussianDpEvent(NOISE_MULTIPLIER),
         ),
     )
 
@@ -242,7 +242,7 @@ def one_sum(
     def strategy(arguments: Words) -> DPStrategy:
         norm = arguments.clip_norm
         return cls(
-            clip_norm=AdaptiveClip(initial=norm, smallest=norm, largest=norm) if adaptive else norm,
+            clip_norm=AdaptiveClip(initial_clip_norm=norm, min_clip_norm=norm, max_clip_norm=norm) if adaptive else norm,
             noise_multiplier=NOISE_MULTIPLIER,
             sampling=PoissonSampling(sampling_rate=arguments.sampling_rate) if arguments.sampling_rate else FullSampling(),
             num_clients=arguments.num_clients,
@@ -272,7 +272,7 @@ def one_sum(
         target=True,
         num_extra=int(adaptive),
         numbers=adaptive_numbers if adaptive else client_level_numbers,
-        sampling=lambda arguments: f"{arguments.num_clients} of {arguments.num_clients} clients expected a round",
+        sampling=lambda arguments: f"{arguments.num_clients} of {arguments.num_clients} clients expected per round",
         **noised,
     )
 
@@ -304,7 +304,9 @@ def own_terms(
     return {"strategy": strategy, "client": client}
 
 
-def charged_to_each(event: Callable[[Words], dp.DpEvent], ledgers: str = "ledgers", *of: str, rounds_late: int = 0) -> Charge:
+def charged_to_each(
+    event: Callable[[Words], dp_events.DpEvent], ledgers: str = "ledgers", *of: str, rounds_late: int = 0
+) -> Charge:
     """Every client has a ledger of its own."""
     return Charge(
         ledgers=lambda strategy: list(getattr(strategy.rules, ledgers)(strategy.charges, *of).values()),
@@ -319,14 +321,14 @@ def gaussian_terms(arguments: Words, num_steps: int = 1) -> float:
 
 
 def of_any(**values: float) -> dict[str, float]:
-    """Numbers that are the same for every client: the least and the largest."""
-    return {f"{which}_{name}": value for name, value in values.items() for which in ("least", "largest")}
+    """Numbers that are the same for every client: the smallest and the largest."""
+    return {f"{which}_{name}": value for name, value in values.items() for which in ("min", "max")}
 
 
 def fedsgd_dpc(mechanism: str, *, variant: bool = False) -> Method:
     """Both mechanisms of FedSGD-DPC; all clients are asked in every round (b = N), and weigh the same."""
     laplace = mechanism == "laplace"
-    event = dp.LaplaceDpEvent if laplace else dp.GaussianDpEvent
+    event = dp_events.LaplaceDpEvent if laplace else dp_events.GaussianDpEvent
 
     def delta(arguments: Words) -> float:
         return 0.0 if laplace else arguments.delta
@@ -370,7 +372,7 @@ def fedsgd_dpc(mechanism: str, *, variant: bool = False) -> Method:
         message_noise=message_noise,
         laplace=laplace,
         numbers=numbers,
-        sampling=lambda arguments: f"at most {arguments.replies} replies a client; all records in each",
+        sampling=lambda arguments: f"at most {arguments.replies} replies per client; all records in each",
     )
 
 
@@ -386,9 +388,9 @@ def dp_pasgd(label: str, title: str, num_local_steps: int, *, variant: bool = Fa
         """Of the movement of the weights: the steps' noises add up."""
         return step_size * math.sqrt(num_local_steps) * of_a_mean(arguments)
 
-    def event(arguments: Words) -> dp.DpEvent:
-        one = dp.GaussianDpEvent(multiplier(arguments))
-        return one if num_local_steps == 1 else dp.SelfComposedDpEvent(one, num_local_steps)
+    def event(arguments: Words) -> dp_events.DpEvent:
+        one = dp_events.GaussianDpEvent(multiplier(arguments))
+        return one if num_local_steps == 1 else dp_events.SelfComposedDpEvent(one, num_local_steps)
 
     def both(arguments: Words) -> dict[str, Any]:
         noise = {"epsilon": EPSILON, "delta": arguments.delta, "num_steps": arguments.replies * num_local_steps}
@@ -410,14 +412,14 @@ def dp_pasgd(label: str, title: str, num_local_steps: int, *, variant: bool = Fa
             | of_any(noise_multiplier=multiplier(arguments), noise_std_of_a_mean_gradient=of_a_mean(arguments))
         ),
         sampling=lambda arguments: (
-            f"all clients of {arguments.num_clients} in every round, at most {arguments.replies * num_local_steps} local "
-            f"steps of one client, {num_local_steps} a round"
+            f"all {arguments.num_clients} clients in every round, at most {arguments.replies * num_local_steps} local "
+            f"steps per client, {num_local_steps} per round"
         ),
     )
 
 
 def local_steps(cls: type[DPStrategy], recipe: Any, name: str, title: str, *, carries_noise: bool = False) -> Method:
-    """DP-FedPAQ without quantisation, whose noise is Gaussian then; a round takes all records, so nothing is amplified.
+    """DP-FedPAQ without quantization, whose noise is Gaussian then; a round takes all records, so nothing is amplified.
 
     SCAFFOLD's guarantee and noise are the same. Its corrections add up to zero over all clients, and a first message has none.
     """
@@ -447,7 +449,7 @@ def local_steps(cls: type[DPStrategy], recipe: Any, name: str, title: str, *, ca
             server=lambda arguments: OF_SERVER | {"sampling": FullSampling(), "num_replies": arguments.num_replies},
             device=lambda arguments: {"num_replies": arguments.replies},
         ),
-        charges=(charged_to_each(lambda arguments: dp.GaussianDpEvent(gaussian_terms(arguments))),),
+        charges=(charged_to_each(lambda arguments: dp_events.GaussianDpEvent(gaussian_terms(arguments))),),
         noise=lambda arguments, heard: message_noise(arguments) / math.sqrt(heard),
         reach=lambda arguments: num_steps * STEP_SIZE * arguments.clip_norm,
         message_noise=message_noise,
@@ -455,10 +457,10 @@ def local_steps(cls: type[DPStrategy], recipe: Any, name: str, title: str, *, ca
         numbers=lambda arguments: {
             "clip_norm": arguments.clip_norm,
             "update_sensitivity_of_round_1": sensitivity(arguments),
-            "least_noise_multiplier": gaussian_terms(arguments),
-            "largest_noise_std_of_an_update_of_round_1": message_noise(arguments),
+            "min_noise_multiplier": gaussian_terms(arguments),
+            "max_noise_std_of_an_update_of_round_1": message_noise(arguments),
         },
-        sampling=lambda arguments: f"at most {arguments.replies} replies a client; all records, {NUM_RECORDS} in each",
+        sampling=lambda arguments: f"at most {arguments.replies} replies per client; all records, {NUM_RECORDS} in each",
     )
 
 
@@ -473,8 +475,8 @@ def nbafl() -> Method:
         """Theorem 1: with sigma_D, a broadcast of N clients has noise of std sigma_U T / N, or of that of the clients alone."""
         return max(float(arguments.num_rounds), math.sqrt(arguments.num_clients))
 
-    def event(of_broadcast: Callable[[Words], float]) -> Callable[[Words], dp.DpEvent]:
-        return lambda arguments: dp.GaussianDpEvent(unit(arguments) * of_broadcast(arguments) / arguments.clip_norm)
+    def event(of_broadcast: Callable[[Words], float]) -> Callable[[Words], dp_events.DpEvent]:
+        return lambda arguments: dp_events.GaussianDpEvent(unit(arguments) * of_broadcast(arguments) / arguments.clip_norm)
 
     def downlink(arguments: Words, heard: int) -> float:
         return unit(arguments) * math.sqrt(rounds(arguments) ** 2 - heard) / heard
@@ -524,7 +526,7 @@ METHODS = (
     one_sum("dp-fedavg, stock clients", *FEDAVG, CENTRAL, client=None, variant=False),
     one_sum("dp-fedavg", *FEDAVG, CENTRAL),
     one_sum("dp-fedavg distributed", *FEDAVG, DISTRIBUTED, placement="distributed"),
-    one_sum("dp-fedavg untrusted", *FEDAVG, UNTRUSTED, variant=False, placement="distributed", trusted_server=False),
+    one_sum("dp-fedavg untrusted", *FEDAVG, UNTRUSTED, variant=False, placement="distributed", server_completes_noise=False),
     one_sum("dp-fedavg, BLURS", *FEDAVG, CENTRAL, client=partial(dp_client, training=BLURS)),
     one_sum("dp-fedavg, adaptive clip", *FEDAVG, CENTRAL, adaptive=True),
     one_sum("dp-fedsam distributed, adaptive clip", *FEDSAM, DISTRIBUTED, variant=False, adaptive=True, placement="distributed"),
@@ -532,7 +534,7 @@ METHODS = (
     one_sum("fed-smp", FedSMP, "fed-smp", "Fed-SMP-rand_k", DISTRIBUTED, keep_ratio=1.0),
     one_sum("fed-smp top-k", FedSMP, "fed-smp", "Fed-SMP-top_k", DISTRIBUTED, variant=False, keep_ratio=1.0, mask="top-k"),
     one_sum("dp-fedsam central", *FEDSAM, CENTRAL, placement="central", keep_ratio=1.0),
-    one_sum("dp-fedsam untrusted", *FEDSAM, UNTRUSTED, placement="distributed", trusted_server=False),
+    one_sum("dp-fedsam untrusted", *FEDSAM, UNTRUSTED, placement="distributed", server_completes_noise=False),
     dp_pasgd("dp-pasgd", "DP-PASGD", 2),
     dp_pasgd("dp-sgd", "DP-SGD (DP-PASGD with one local step)", 1, variant=True),
     fedsgd_dpc("laplace"),

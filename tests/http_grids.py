@@ -6,7 +6,7 @@ from flwr.proto.runtime_pb2 import PullAppMessagesResponse
 from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects  # noqa: TID251
 from flwr.superlink.grid import http_grid
 
-from flower_dp.simulation.identity import run_of
+from flower_dp.simulation.flwr_internals import run_of
 
 
 class LocalHttpGrid(http_grid.HttpGrid):

@@ -4,10 +4,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from flower_dp.strategies.releases.limits import Limits
+from flower_dp.strategies.releases.limits import ReplyLimits
 
 
-def accepted(limits: Limits, vector: np.ndarray, clients: Sequence[str]) -> np.ndarray:
+def accepted(limits: ReplyLimits, vector: np.ndarray, clients: Sequence[str]) -> np.ndarray:
     """Return what is added up of some clients' vector."""
     total = np.zeros(limits.length)
     limits.add(total, vector, clients)

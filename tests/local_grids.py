@@ -14,7 +14,7 @@ from flower_dp.clients import DPClient, FlatModel, LocalDPClient, RecordMetrics,
 from flower_dp.clients.local.client import LocalRecipe
 from flower_dp.clients.local.evaluation import RecordContributions
 from flower_dp.clients.local.row import evaluation_pipeline
-from flower_dp.clients.reply.pipeline import Job, Pipeline, Refusal, Reply
+from flower_dp.clients.reply.pipeline import ClientJob, Pipeline, Refusal, Reply
 from flower_dp.core.metric_bounds import MetricBounds
 from flower_dp.privacy.evaluation_budget import EvaluationBudget
 from flower_dp.privacy.fedsgd_dpc import gradient_terms
@@ -143,7 +143,7 @@ def context_of(state=None, **node_config):
     return Context(run_id=1, node_id=1, node_config=node_config, state=state, run_config={})
 
 
-def reply_of(pipeline: Pipeline, vector: Any, job: Job) -> Reply:
+def reply_of(pipeline: Pipeline, vector: Any, job: ClientJob) -> Reply:
     """One client's reply; raises what a pipeline turns into a refusal."""
     (trained,) = pipeline.train.rows(vector, [job])
     made = pipeline._reply(trained, job)
@@ -155,7 +155,7 @@ def reply_of(pipeline: Pipeline, vector: Any, job: Job) -> Reply:
 def private_row(contributions: np.ndarray, release: Release, rng: np.random.Generator) -> np.ndarray:
     """Return what leaves a client in an evaluation with these contributions [n, dimension]."""
     made = evaluation_pipeline(release, of=lambda vector, job: contributions, dimension=contributions.shape[1])
-    row: np.ndarray = reply_of(made, np.zeros(0), Job(name="a", records=[], seed=0, secret=lambda: rng)).row
+    row: np.ndarray = reply_of(made, np.zeros(0), ClientJob(name="a", records=[], seed=0, secret=lambda: rng)).row
     return row
 
 
@@ -171,7 +171,9 @@ def evaluated_row(
     """Return what leaves a client with these records in an evaluation."""
     of = RecordContributions(model=model, metrics=metrics, bounds=bounds, release=release)
     made = evaluation_pipeline(release, of=of, dimension=len(bounds.bounds))
-    row: np.ndarray = reply_of(made, model.vector.clone(), Job(name="a", records=data, seed=0, secret=lambda: rng)).row.numpy()
+    row: np.ndarray = reply_of(
+        made, model.vector.clone(), ClientJob(name="a", records=data, seed=0, secret=lambda: rng)
+    ).row.numpy()
     return row
 
 
@@ -198,7 +200,7 @@ def one_reply(
     seed: int = 0,
 ) -> Reply:
     """What one client sends, with secret choices and noise from `rng`; raises what a pipeline turns into a refusal."""
-    job = Job(name="", records=data, seed=seed, secret=lambda: rng)
+    job = ClientJob(name="", records=data, seed=seed, secret=lambda: rng)
     return reply_of(recipe.pipeline(release, model=model, server_round=server_round), vector, job)
 
 

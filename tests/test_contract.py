@@ -110,7 +110,7 @@ def still_run(method: Method) -> Run:
     seen: list[int] = []
 
     def look() -> None:
-        seen.append(strategy.statement.num_rounds)
+        seen.append(strategy.statement.num_charged_rounds)
         for charge in method.charges:
             assert charge.ledgers(strategy)
             one = replace(method, charges=(charge,))
@@ -267,7 +267,7 @@ def test_a_spoilt_or_foreign_reply_counts_as_missing(method):
     assert [report.replies for report in forged.strategy.rounds] == [3] * len(faults)
     assert forged.bits == untampered(method, 1, num_rounds=len(faults)).bits
     assert forged.bits[1] != untampered(method, num_rounds=len(faults)).bits[1]  # the honest reply would have been seen
-    assert forged.strategy.statement.num_rounds == len(faults)
+    assert forged.strategy.statement.num_charged_rounds == len(faults)
     assert any(line.startswith(f"{len(faults)} ") and "did not count" in line for line in forged.strategy.statement.incidents)
 
 
@@ -306,7 +306,7 @@ def test_clients_that_do_not_run_the_method_are_not_asked(method):
         with pytest.raises(ValueError, match=method.name if other.client else "stock clients"):
             start(strategy, grid, arguments)
         assert not grid.train_messages
-        assert strategy.statement.num_rounds == 0
+        assert strategy.statement.num_charged_rounds == 0
 
 
 def methods_of(method: Method) -> list[str]:
@@ -349,13 +349,13 @@ def test_the_log_says_before_round_1_how_the_noise_compares_with_the_longest_mea
     arguments, run = STILL_WORDS, still_run(method)
     heard = shares(arguments) if method.fewest > 1 else arguments.num_clients
     dimension = run.models[0].size
-    norm, reach = run.strategy.rules.noise_and_signal(dimension)
+    norm, reach = run.strategy.rules.noise_and_signal_norms(dimension)
     assert (norm, reach) == pytest.approx(
         (method.noise(arguments, heard) * math.sqrt(dimension), method.reach(arguments)), rel=1e-3
     )
     before = run.log.partition("[ROUND 1/")[0]
-    assert f"norm of the noise on the mean of round 1 {norm:.3g}, of the mean without it at most {reach:.3g}" in before
-    assert f"the noise on the mean is {norm / reach:.1f} times as long as any mean without it" in before
+    assert f"Norm of the noise on the mean of round 1 {norm:.3g}, of the mean without it at most {reach:.3g}" in before
+    assert f"Noise on the mean is {norm / reach:.1f} times the largest possible noiseless mean" in before
 
 
 @some_methods(lambda method: method.client is not None and method.label not in NAMESAKES)
@@ -418,7 +418,7 @@ def test_a_run_in_which_every_reply_is_missing_fails_and_leaves_its_statement(me
     rounds = len(grid.train_messages) // 4
     assert 1 <= rounds < 5
     statement = strategy.statement
-    assert statement.num_rounds == rounds
+    assert statement.num_charged_rounds == rounds
     assert statement.private
     assert statement.epsilon >= 0.999 * uplink_epsilon(method, arguments, rounds)
     assert sum(line.startswith(f"{4 * rounds} ") for line in statement.incidents) == 1
@@ -437,7 +437,7 @@ def test_an_empty_cohort_pays_and_its_noise_is_released(method):
     run = run_of(method, arguments, STILL)
     assert not run.grid.train_messages
     assert [report.cohort_size for report in run.strategy.rounds] == [0] * 4
-    assert run.strategy.statement.num_rounds == 4
+    assert run.strategy.statement.num_charged_rounds == 4
     assert 0 < run.strategy.statement.epsilon < math.inf
     if method.fewest > 1:
         assert len(set(run.bits)) == 1
@@ -492,8 +492,8 @@ def test_the_statement_says_what_the_settings_say(method):
     assert f"Privacy statement: {method.title}\n" in text
     assert (statement.unit, statement.relation) == (method.unit, method.relation)
     assert statement.delta == method.delta(arguments)
-    assert statement.num_rounds == arguments.num_rounds
-    assert f"over {arguments.num_rounds} rounds" in text
+    assert statement.num_charged_rounds == arguments.num_rounds
+    assert f"for {arguments.num_rounds} charged round" in text
     assert method.sampling(arguments) in statement.sampling
     for name, value in method.numbers(arguments).items():
         assert statement.noise[name] == pytest.approx(value, rel=2e-3), name
@@ -503,9 +503,10 @@ def test_the_statement_says_what_the_settings_say(method):
     assert exact * (1 - 1e-3) <= statement.epsilon <= exact * 1.01
     assert statement.epsilon == pytest.approx(max(one.epsilon for one in statement.adversaries if not one.trusted))
     against = {one.name: one for one in statement.adversaries}
-    assert against["the server"].noise_std == pytest.approx(method.message_noise(arguments), rel=2e-3)
-    assert text.count("Against ") == len({replace(one, name="", sees="") for one in statement.adversaries})
-    assert f"Not covered: {OTHER_RUNS}" in text
+    assert against["the server"].lowest_noise_std == pytest.approx(method.message_noise(arguments), rel=2e-3)
+    rows = [line.strip().split("  ")[0] for line in text.splitlines()]
+    assert all(f"{one.name}{' (TRUSTED)' * one.trusted}" in rows for one in statement.adversaries)
+    assert f"NOT COVERED    - {OTHER_RUNS}" in text
     assert statement.private
     assert not statement.incidents
 
@@ -526,7 +527,7 @@ def test_noise_from_a_seed_is_not_private(method):
     assert statement.epsilon == strategy.epsilon == math.inf
     assert not statement.private
     assert "NOT PRIVATE" in str(statement)
-    assert statement.paper is None or not statement.paper.valid
+    assert statement.paper_epsilon is None or not statement.paper_epsilon.valid
 
 
 @own_clients_of_each_kind
@@ -544,7 +545,7 @@ def test_a_client_with_noise_from_a_seed_is_refused_and_changes_no_other_stateme
     assert refused.statement.epsilon == missing.statement.epsilon
     assert refused.epsilon == missing.epsilon < math.inf
     assert (refused.missing.rejected, refused.rounds[0].replies) == (1, missing.rounds[0].replies)
-    assert any("fixed seed" in line for line in refused.statement.incidents) != refused.secret_cohort
+    assert any("fixed seed" in line for line in refused.statement.incidents) != refused.cohort_is_secret
     # Clients whose noise is from a seed say so.
     with pytest.raises(RuntimeError, match="its noise is from a fixed seed"):
         run_of(method, arguments, noise_seed=SEED)
@@ -583,7 +584,7 @@ def test_a_second_run_starts_with_an_empty_ledger_and_fresh_noise(method):
     second = start(strategy, grid, arguments, STILL)
     assert [set(counts) for counts in charged] == [{1}, {2}]
     assert_charged(method, strategy, arguments, 2)
-    assert strategy.statement.num_rounds == len(strategy.rounds) == 2
+    assert strategy.statement.num_charged_rounds == len(strategy.rounds) == 2
     assert not strategy.statement.incidents
     assert strategy.statement.epsilon == pytest.approx(before.epsilon)
     assert_unlike(np.concatenate([increments(method, first), increments(method, second)]))
@@ -654,7 +655,7 @@ def limited(method: Method, num_rounds: int) -> tuple[Words, float]:
 def test_the_target_is_never_passed(method, num_rounds):
     arguments, target = limited(method, num_rounds)
     run = run_of(method, arguments)
-    assert run.strategy.statement.num_rounds == len(run.strategy.rounds) == num_rounds
+    assert run.strategy.statement.num_charged_rounds == len(run.strategy.rounds) == num_rounds
     assert len(run.grid.train_messages) == 4 * num_rounds
     assert run.strategy.statement.epsilon <= target
     assert len(set(run.bits)) == num_rounds + 1
@@ -671,7 +672,7 @@ def test_a_first_round_that_cannot_be_paid_for_is_not_run(method):
     assert not grid.train_messages
     assert not strategy.rounds
     statement = strategy.statement
-    assert (statement.num_rounds, statement.epsilon) == (0, 0.0)
+    assert (statement.num_charged_rounds, statement.epsilon) == (0, 0.0)
     assert [line for line in statement.incidents if line.startswith("ended before round 1: ")]
 
 
@@ -738,7 +739,7 @@ def test_nobody_trains_and_evaluates_more_than_the_ledger_was_charged(training, 
     spent = {(asked["train", node], asked["evaluate", node]) for node in nodes}
     costs = [gaussian_epsilon([4.0] * trained + [2.0] * evaluated, statement.relation, 1e-3) for trained, evaluated in spent]
     assert max(costs) <= statement.epsilon * (1 + 1e-6) <= strategy.epsilon * (1 + 2e-6)
-    assert max(statement.parts.values()) <= statement.epsilon * (1 + 1e-6)
+    assert max(statement.epsilon_by_release.values()) <= statement.epsilon * (1 + 1e-6)
 
 
 def test_the_closed_forms_are_those_of_the_literature():

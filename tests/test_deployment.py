@@ -284,15 +284,15 @@ def test_the_guide_with_a_node_that_is_killed_in_mid_round(deployment):
     assert "finished:completed" in made.run("6b")
     statement = json.loads((made.folder / "state" / "run" / "statement.json").read_text())
     # Two of six replies of a pure budget of 3; the one that was lost is charged like the others, by the device too.
-    assert statement["private"]
-    assert (statement["num_rounds"], statement["delta"]) == (2, 0.0)
-    assert statement["epsilon"] == pytest.approx(1.0)
-    assert [line for line in statement["incidents"] if line.startswith("1 replies that were asked for did not count")]
+    assert statement["guarantee"]["private"]
+    assert (statement["guarantee"]["num_charged_rounds"], statement["guarantee"]["delta"]) == (2, 0.0)
+    assert statement["guarantee"]["epsilon"] == pytest.approx(1.0)
+    assert [line for line in statement["incidents"] if line.startswith("1 requested replies did not count")]
     assert [made.replies(device) for device in devices] == [2, 2], made.log("6a")
     assert f"{second}: 2 of 6 replies, epsilon 1.0000 at delta 0 (replace-one)" in made.run("7", second)
     # Round 1 misses the node that died, and round 2 nobody: the run knows the client by its name.
     assert made.log("6a").count("no reply: ") == 1
-    assert f"node {old}: no reply: " in made.log("6a")
+    assert f"Node {old}: no reply: " in made.log("6a")
 
 
 # The compose file
@@ -403,7 +403,7 @@ def test_the_guides_run_is_on_the_disk_when_it_dies_and_goes_on(devices_app, mon
             return receive(messages, **words)
 
         patch.setattr(made.grid, "send_and_receive", dying)
-        patch.setattr("flower_dp.running.recorded.Recording.end", lambda *arguments: None)
+        patch.setattr("flower_dp.running.run_recorder.RunRecorder.end", lambda *arguments: None)
         with pytest.raises(Killed):
             made.play()
     # Rounds 1 and 2 were answered, and round 3 was charged: the server knows it, and no old statement is there.
@@ -415,8 +415,8 @@ def test_the_guides_run_is_on_the_disk_when_it_dies_and_goes_on(devices_app, mon
 
     made.play(**{"resume": True, "num-rounds": 3})
     statement = json.loads((made.folder / "statement.json").read_text())
-    assert statement["num_rounds"] == 3
-    assert statement["epsilon"] == pytest.approx(1.5)  # three of six replies, pure epsilon of 3
+    assert statement["guarantee"]["num_charged_rounds"] == 3
+    assert statement["guarantee"]["epsilon"] == pytest.approx(1.5)  # three of six replies, pure epsilon of 3
     assert [line for line in statement["incidents"] if "not finished" in line] == ["round 3 was charged and not finished"]
     assert read_metrics(made.folder)[-1]["accuracy"] > 0.6
 

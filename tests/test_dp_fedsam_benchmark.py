@@ -18,7 +18,7 @@ SMALL = """
 seeds = [100]
 metric = "validation-accuracy"
 workers = 1
-at-once = 1
+jobs = 1
 [settings]
 data-dir = ""
 num-clients = 20
@@ -27,8 +27,8 @@ num-rounds = 1
 partition = "iid"
 validation-ratio = 0.1
 records-per-client = 8
-evaluate-every = 0
-engine = "one-by-one"
+test-every = 0
+training-engine = "one-by-one"
 [grid]
 "METHOD.noise-multiplier" = 3.0
 "METHOD.delta" = 0.002
@@ -116,7 +116,7 @@ def test_numbers_in_words(program):
 
 def test_a_second_program_in_a_folder_is_refused_before_it_writes_there(program, tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["dp_fedsam.py", "--output-dir", str(tmp_path), "--in-process"])
-    with program.alone_in(tmp_path), pytest.raises(SystemExit, match="another of these programs runs there"):
+    with program.alone_in(tmp_path), pytest.raises(SystemExit, match="another process of this program uses this folder"):
         program.main()
     assert [path.name for path in tmp_path.iterdir()] == [program.LOCK]
 
@@ -133,7 +133,7 @@ def test_all_of_it_in_small_in_slices(program, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", [*arguments, "--minutes", "0"])
     with pytest.raises(SystemExit, match=str(program.UNFINISHED)):
         program.main()
-    assert "the same command goes on" in capsys.readouterr().out
+    assert "repeat the command to resume" in capsys.readouterr().out
     monkeypatch.setattr(sys, "argv", [*arguments, "--stages", "tune", "tables"])
     program.main()
     assert sorted(path.name for path in place.glob("*.toml")) == ["tables.toml", "tune.toml"]

@@ -13,14 +13,14 @@ from torch import nn
 import flower_dp
 from flower_dp import wire
 from flower_dp.clients import DPClient, FlatModel, TensorRecords, Training, model_arrays
-from flower_dp.clients.reasons import Declined
+from flower_dp.clients.refusal_messages import Declined
 from flower_dp.clients.training.attributes import base_hash
 from flower_dp.core.metric_bounds import MetricBounds
 from tests.asks import ask, config_of
 from tests.grids import LocalGrid
 
 CONFIG = {"method": "dp-fedavg", "num-clients": 4, "num-rounds": 2, "sampling": "full", "learning-rate": 0.1}
-CONFIG |= {"dp-fedavg.delta": 1e-3, "evaluation.every": 2}
+CONFIG |= {"dp-fedavg.delta": 1e-3, "private-evaluation.every": 2}
 
 
 def adapted(seed: int = 1) -> nn.Module:
@@ -140,7 +140,7 @@ def test_messages_to_train_and_to_evaluate_name_the_base(model: nn.Module, tmp_p
     assert {message.content.config_records["config"].get(wire.BASE, "") for message in sent} == {base_hash(model)}
     trained = tuple(name for name, value in model.named_parameters() if value.requires_grad)
     assert {tuple(message.content.array_records["arrays"]) for message in sent} == {trained}
-    assert json.loads((tmp_path / "run" / "statement.json").read_text())["private"]
+    assert json.loads((tmp_path / "run" / "statement.json").read_text())["guarantee"]["private"]
 
 
 def test_a_run_whose_devices_have_another_base_ends_and_says_why(tmp_path: Any) -> None:

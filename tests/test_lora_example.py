@@ -77,10 +77,10 @@ def test_adapters_alone_cross_the_wire(example: Any, tmp_path: Path, method: str
         assert sum(len(array.data) for array in arrays.values()) < 8 * (PARAMETERS + 1) + 200 * len(arrays)
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [line["round"] for line in lines if "perplexity" in line] == [0, 2]
-    assert json.loads((tmp_path / "run" / "statement.json").read_text())["private"]
+    assert json.loads((tmp_path / "run" / "statement.json").read_text())["guarantee"]["private"]
 
     adapted = example.app.make_model(example.tiny, rank=1)
-    stay = RunFolder(tmp_path / "run").model_into(adapted)
+    stay = RunFolder(tmp_path / "run").load_model_into(adapted)
     assert not any("lora_" in name for name in stay)
     assert any(value.any() for name, value in adapted.named_parameters() if "lora_B" in name)  # zeros before a run
 

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from flower_dp.apps.methods import Run
+from flower_dp.apps.methods import ParsedRunConfig
 from flower_dp.audit.methods import case_of
 from flower_dp.methods import METHODS, TRAINING
 from flower_dp.planning.command import planner_of
@@ -44,7 +44,7 @@ def test_the_contract_entries_strategies_are_the_registrys():
 
 def test_an_unknown_method_is_an_error_everywhere():
     config = {**own_app().defaults, "method": "dp-fedfoo"}
-    for ask in (lambda: Run.of(config), lambda: case_of("mine", config)):
+    for ask in (lambda: ParsedRunConfig.of(config), lambda: case_of("mine", config)):
         with pytest.raises(ValueError, match="method='dp-fedfoo': must be one of dp-fedavg, dp-fedpaq"):
             ask()
     with pytest.raises(ProblemError, match="method='dp-fedfoo': has no planner"):

@@ -44,8 +44,9 @@ def test_the_drop_in_server_and_the_client_run_together(caplog):
         server_names["main"](grid, Context)
     shown = [record.getMessage() for record in caplog.records]
     assert shown.count("Privacy statement: DP-FedAvg") == 1
-    answer = re.search(r"^```\nPrivacy statement: DP-FedAvg\n(.*\n.*)\n```", README.read_text(encoding="utf-8"), re.MULTILINE)[1]
-    assert [line for line in shown if "over 50 rounds" in line or line.startswith("Protected")] == answer.splitlines()
+    page = re.search(r"^```\n(Privacy statement: .*?)\n```", README.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)[1]
+    start = shown.index("Privacy statement: DP-FedAvg")
+    assert shown[start:][: len(page.splitlines())] == page.splitlines()
 
 
 @pytest.fixture
@@ -72,7 +73,7 @@ def test_the_lines_for_a_model_and_data_of_ones_own_make_a_whole_app(page, on_pa
     exec(code, answer := {})  # noqa: S102
     assert (type(answer["app"].server), type(answer["app"].client)) == (ServerApp, ClientApp)
     assert load_and_validate(project, check_module=page == README)[1] == []
-    own_module("methods").Run.of(read_app(on_path).defaults, own_model=True).strategy(lambda: {})
+    own_module("methods").ParsedRunConfig.of(read_app(on_path).defaults, own_model=True).strategy(lambda: {})
 
 
 def test_the_readme_is_short():

@@ -20,7 +20,7 @@ from flower_dp import record_run, wire
 from flower_dp.clients import model_arrays
 from flower_dp.core.checks import SettingsError
 from flower_dp.core.sampling import FullSampling, PoissonSampling, RoundRobinSampling
-from flower_dp.privacy.private_file import LedgerError, why_not_own
+from flower_dp.privacy.private_file import LedgerError, ownership_error
 from flower_dp.privacy.store import Store
 from flower_dp.strategies import AdaptiveClip, DPFedAvg, PrivateEvaluation, writer
 from flower_dp.strategies.checkpoint import NEWEST, PREVIOUS, CheckpointError
@@ -140,7 +140,7 @@ def told(strategy: Any) -> dict[str, Any]:
     """The statement, without what happened and what came of it."""
     said = strategy.statement.to_dict()
     # How far a client that lies moves the model is told in numbers once a round was finished.
-    lines = [line.partition(": in a round")[0] for line in said["assumptions"]]
+    lines = [line.partition(" In a round with")[0] for line in said["assumptions"]]
     said["assumptions"] = [line for line in lines if "was chosen out of" not in line]
     if said["method"] == "NbAFL":  # a broadcast that was not sent costs nothing
         said["adversaries"] = [one for one in said["adversaries"] if one["name"] == "the server"]
@@ -164,7 +164,7 @@ def test_a_round_that_was_charged_and_not_finished_stays_charged_and_is_not_rele
     case.grid.dies = ("train", at, when)
     first = case.start(resume=False)
     incident = f"round {at} was charged and not finished"
-    assert first.statement.num_rounds == at
+    assert first.statement.num_charged_rounds == at
     assert first.statement.epsilon == pytest.approx(method.epsilon(arguments, at), rel=1e-3)
     assert incident in first.statement.incidents
     again = case.start()
@@ -233,7 +233,7 @@ def evaluation(every: int) -> PrivateEvaluation:
     "words",
     [
         *({"server_optimizer": one} for one in OPTIMIZERS),
-        {"clip_norm": AdaptiveClip(initial=0.5, smallest=0.01, largest=10.0)},
+        {"clip_norm": AdaptiveClip(initial_clip_norm=0.5, min_clip_norm=0.01, max_clip_norm=10.0)},
         {"sampling": RoundRobinSampling(cohort_size=1)},
         {"sampling": PoissonSampling(sampling_rate=0.5)},
         {"evaluation": evaluation(2), "evaluates": True},
@@ -305,10 +305,10 @@ def test_a_run_that_has_ended_is_not_run_again(tmp_path):
 def test_a_folder_with_a_run_is_refused_and_keeps_it(tmp_path):
     case = stopped(tmp_path / "run")
     before = {file.name: file.read_bytes() for file in case.folder.iterdir()}
-    with pytest.raises(CheckpointError, match=r"already holds a run; resume=True goes on with it"):
+    with pytest.raises(CheckpointError, match=r"already holds a run; resume=True resumes it"):
         case.start(resume=False)
     assert {file.name: file.read_bytes() for file in case.folder.iterdir()} == before
-    assert case.start().statement.num_rounds == 4
+    assert case.start().statement.num_charged_rounds == 4
 
 
 @pytest.mark.parametrize(
@@ -321,7 +321,7 @@ def test_a_folder_with_a_run_is_refused_and_keeps_it(tmp_path):
         ({"server_optimizer": FedAdam()}, "server_optimizer was none, and is FedAdam"),
         ({"sampling": PoissonSampling(sampling_rate=0.9)}, r"sampling was FullSampling\(\), and is PoissonSampling"),
         ({"evaluation": evaluation(2)}, "evaluation was none, and is every 2 rounds"),
-        ({"noise_multiplier": 2.0}, "what was charged for"),
+        ({"noise_multiplier": 2.0}, "the charges of"),
     ],
 )
 def test_a_run_goes_on_as_it_began(words, what, tmp_path):
@@ -329,7 +329,7 @@ def test_a_run_goes_on_as_it_began(words, what, tmp_path):
     other = stock_case(case.folder, **words)
     with pytest.raises(ValueError, match=what):
         other.start()
-    assert case.start().statement.num_rounds == 4
+    assert case.start().statement.num_charged_rounds == 4
 
 
 def stopped(folder: Path, fails: int = 2, **words: Any) -> Case:
@@ -349,15 +349,15 @@ def test_a_damaged_checkpoint_is_never_taken_for_none(tmp_path, caplog):
         copy = stock_case(shutil.copytree(case.folder, tmp_path / "copy"))
         (copy.folder / NEWEST).write_bytes(changed)
         assert "round 3 was charged and not finished" in copy.start().incidents
-    assert "the one before it is taken" in caplog.text
+    assert "the previous checkpoint is used" in caplog.text
     previous.unlink()
-    for other in (b"1", b"3"):
-        newest.write_bytes(whole.replace(b"state 2\n", b"state %s\n" % other, 1))
-        with pytest.raises(CheckpointError, match=f"has format {int(other)}; this version of flower-dp reads format 2"):
+    for other in (b"1", b"2", b"4"):
+        newest.write_bytes(whole.replace(b"state 3\n", b"state %s\n" % other, 1))
+        with pytest.raises(CheckpointError, match=f"has format {int(other)}; this version of flower-dp reads format 3"):
             case.start()
     newest.unlink()
     previous.write_bytes(whole)  # killed between two renames
-    assert case.start().statement.num_rounds == 4
+    assert case.start().statement.num_charged_rounds == 4
 
 
 def test_a_checkpoint_is_its_owners_alone_and_one_that_others_could_have_written_is_not_taken(tmp_path):
@@ -370,9 +370,9 @@ def test_a_checkpoint_is_its_owners_alone_and_one_that_others_could_have_written
         with pytest.raises(CheckpointError, match="others can write to it"):
             case.start()
         place.chmod(mode)
-    assert case.start().statement.num_rounds == 4
+    assert case.start().statement.num_charged_rounds == 4
     owned = os.stat_result((0o700, 0, 0, 1, os.geteuid() + 1, 0, 0, 0, 0, 0))
-    assert f"belongs to user {os.geteuid() + 1}" in str(why_not_own(owned))
+    assert f"belongs to user {os.geteuid() + 1}" in str(ownership_error(owned))
 
 
 @pytest.mark.parametrize(("began", "goes_on"), [(3, None), (None, 3)])
@@ -381,7 +381,7 @@ def test_a_run_goes_on_with_noise_from_a_seed_only_if_it_began_so_and_never_beco
     case = stopped(tmp_path / "run", noise_seed=began)
     other = stock_case(case.folder, noise_seed=goes_on)
     for _ in range(2):  # nor when it has ended
-        with pytest.raises(SettingsError, match="noise_seed: the run began with" + ("out" if goes_on else " a fixed one")):
+        with pytest.raises(SettingsError, match="noise_seed: the run began with" + ("out a seed" if goes_on else " a seed")):
             other.start()
         assert case.start().statement.private == (began is None)
 
@@ -410,9 +410,9 @@ def test_two_copies_of_one_run_pay_for_each_other_on_a_shared_ledger(tmp_path):
     one = stopped(tmp_path / "one", ledger=ledger)
     copy = stock_case(tmp_path / "copy", ledger=ledger)
     shutil.copytree(one.folder, copy.folder)
-    assert one.start().statement.num_rounds == 4
+    assert one.start().statement.num_charged_rounds == 4
     again = copy.start()
-    assert again.statement.num_rounds == 4
+    assert again.statement.num_charged_rounds == 4
     assert "rounds 3 to 4 were charged and not finished" in again.incidents
     assert [report.server_round for report in again.rounds] == [1, 2]
 
@@ -430,12 +430,12 @@ def test_a_full_disk_loses_no_run_and_one_without_a_first_checkpoint_charges_nob
 
     monkeypatch.setattr("flower_dp.strategies.checkpoint.Path.replace", full)
     if at_first:
-        with pytest.raises(CheckpointError, match=r"no checkpoint can be written in .*: \[Errno 28\] No space left on device"):
+        with pytest.raises(CheckpointError, match=r"no checkpoint can be written: \[Errno 28\] No space left on device"):
             case.start()
         assert not any(asks_to_train(message) for message in case.grid.sent)
         return
-    assert case.start().statement.num_rounds == 4
-    assert "No space left on device; the one before it stays" in caplog.text
+    assert case.start().statement.num_charged_rounds == 4
+    assert "No space left on device; the previous one stays" in caplog.text
     assert not list(case.folder.glob(".*"))
 
 
@@ -446,7 +446,7 @@ def test_no_statement_without_a_checkpoint_says_that_nothing_was_charged(tmp_pat
     monkeypatch.setenv("FLOWER_DP_RUN_FOLDER", str(tmp_path / "run"))
     monkeypatch.setenv("FLOWER_DP_RESUME", "statement")
     case = stock_case(tmp_path)
-    with pytest.raises(CheckpointError, match=r"no checkpoint for a statement; `flower-dp ledger .*sqlite` says what was"):
+    with pytest.raises(CheckpointError, match=r"no checkpoint for a statement; `flower-dp ledger show .*sqlite` says what was"):
         record_run(case.make(), case.grid, arrays(), num_rounds=1, config={})
 
 
@@ -472,7 +472,7 @@ def test_a_loop_of_ones_own_does_not_begin_anew_in_the_place_of_a_run(planned, t
     case.start(resume=False)
     sent = len(case.grid.sent)
     for case.make in (own,) if planned else (own, plain):
-        with pytest.raises(CheckpointError, match=r"can't go on: its strategy has a loop of its own.*needs another folder"):
+        with pytest.raises(CheckpointError, match=r"can't be resumed: its strategy has a custom loop.*needs another folder"):
             case.start()
     assert not any(asks_to_train(message) for message in case.grid.sent[sent:])
 

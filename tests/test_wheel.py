@@ -77,7 +77,7 @@ def assert_a_new_app_runs_at_once(installed, tmp_path):
     app = tmp_path / "mine"
     done = installed("new", str(app))
     assert (done.returncode, done.stderr) == (0, ""), done.stdout + done.stderr
-    assert done.stdout.splitlines()[-1] == f"run it: flower-dp run {app}"
+    assert done.stdout.splitlines()[-1] == f"Run it with: flower-dp run {app}"
     assert {path.name for path in app.iterdir()} == {"README.md", "mine", "pyproject.toml"}
     done = installed("run", str(app), "--workers", "1", "--set", "num-rounds=2")
     assert (done.returncode, done.stderr) == (0, ""), done.stdout + done.stderr
@@ -87,7 +87,7 @@ def assert_a_new_app_runs_at_once(installed, tmp_path):
     assert run.parts[-3:-1] == (".flower-dp", "runs")
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [row["round"] for row in rows if {"loss", "accuracy", "epsilon"} <= set(row)] == [0, 1, 2]
-    assert json.loads((run / "statement.json").read_text())["private"]
+    assert json.loads((run / "statement.json").read_text())["guarantee"]["private"]
     assert {path.name for path in run.iterdir()} == set(RESULTS)
     assert sum("Privacy statement: DP-FedAvg" in line for line in lines) == 1
 

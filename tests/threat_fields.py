@@ -24,49 +24,66 @@ from flwr.app import Array, ArrayRecord, Context, Message, RecordDict
 from flower_dp import wire
 from flower_dp.apps.settings import FUNCTIONS
 from flower_dp.cli import ledgers
-from flower_dp.clients import ClientPolicy, DPClient, TensorRecords, Training, client_app, model_arrays, reasons
+from flower_dp.clients import ClientPolicy, DPClient, TensorRecords, Training, client_app, model_arrays, refusal_messages
 from flower_dp.clients.account import KEY as ACCOUNT_KEY
-from flower_dp.clients.account import LEDGER_PATH, StateAccount
-from flower_dp.clients.kept import KEY as KEPT_KEY
-from flower_dp.core import columns, environment, stored
+from flower_dp.clients.account import LEDGER_PATH, NodeStateAccounts
+from flower_dp.clients.client_vectors import KEY as KEPT_KEY
+from flower_dp.core import environment, metric_columns, serialization
 from flower_dp.core.compression import CODECS
 from flower_dp.core.metric_bounds import MetricBounds
 from flower_dp.methods import METHODS
 from flower_dp.privacy import charges, ledger_tables, statement
-from flower_dp.privacy.budget import JointBudget
-from flower_dp.privacy.charges import EVERY_CLIENT, Charge, Charges, Scope
-from flower_dp.privacy.device_store import Entry
-from flower_dp.privacy.private_file import Mark
-from flower_dp.privacy.store import LedgerRun, Store
-from flower_dp.running import launched, run_folder, trackers
+from flower_dp.privacy.budget import LedgerBudget
+from flower_dp.privacy.charges import ALL_CLIENTS, Charge, Charges, CostScope
+from flower_dp.privacy.device_store import ClientAccount
+from flower_dp.privacy.private_file import LastCharge
+from flower_dp.privacy.store import RunRow, Store
+from flower_dp.running import launch_record, run_folder, trackers
 from flower_dp.running.apps import flatten
 from flower_dp.running.run_folder import RunFolder
 from flower_dp.strategies.checkpoint import NEWEST, PREVIOUS, Checkpoint
 from flower_dp.strategies.population import client_query
 from flower_dp.strategies.population.client_manager import KnownClients
-from flower_dp.strategies.releases.replies import Collected
+from flower_dp.strategies.releases.replies import CollectedReplies
 from flower_dp.strategies.writer import LEDGER
-from flower_dp.wire import MESSAGE_API, NUMPY_CLIENT, Ask, Indicator, Instruction, OwnAsk, Promise, RoundMask, SentMask
+from flower_dp.wire import (
+    MESSAGE_API,
+    NUMPY_CLIENT,
+    Indicator,
+    Instruction,
+    LocalRequest,
+    Promise,
+    ReleaseRequest,
+    RoundMask,
+    SentMask,
+)
 from tests.local_grids import context_of
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "flower_dp"
 PROMISE = Promise(clip_norm=1.0, noise_multiplier=1.0)
-CENTRAL = partial(Ask, promise=PROMISE, placement="central")
+CENTRAL = partial(ReleaseRequest, promise=PROMISE, placement="central")
 # Every kind of ask, so that every key that can be sent is.
 ASKS = (
     CENTRAL(step=0.5, mask=RoundMask(seed=1, keep_ratio=0.5), vectors={"v": np.zeros(8, np.float32)}),
     CENTRAL(mask=SentMask.of([0], length=8)),
     CENTRAL(indicator=Indicator(clip_norm=0.5, scale=0.1)),
-    Ask(promise=PROMISE, placement="distributed", noise_std=1.0, keep_ratio=0.5, quantization_levels=4),
-    Ask(promise=PROMISE, placement="local", own={"a": OwnAsk(weight=1.0, terms="t", noise_multiplier=1.0, number=1, run="r")}),
+    ReleaseRequest(promise=PROMISE, placement="distributed", noise_std=1.0, keep_ratio=0.5, quantization_levels=4),
+    ReleaseRequest(
+        promise=PROMISE,
+        placement="local",
+        own={"a": LocalRequest(weight=1.0, terms="t", noise_multiplier=1.0, number=1, run="r")},
+    ),
     CENTRAL(metrics=MetricBounds(bounds={"loss": 1.0})),
 )
 # What of a logger writes.
 LEVELS = ("debug", "info", "warning", "error", "exception", "critical", "log", "handle")
 # Dataclasses and structs of `flower_dp.wire` that do not cross themselves, or stand for one that does.
 NOT_SENT = {"Model", "RecordNames", "Part", "_Protocol", "_Answer", "_Refused"}
-SENT = {"Instruction", "Ask", "Promise", "OwnAsk", "RoundMask", "SentMask", "Indicator", "Answer", "Refusal", "Hosted"}
+SENT = {
+    *("Instruction", "ReleaseRequest", "Promise", "LocalRequest", "RoundMask", "SentMask", "Indicator"),
+    *("ReplyHeader", "Refusal", "HostedClients"),
+}
 
 
 def fields_of(*kinds: type) -> set[str]:
@@ -98,7 +115,7 @@ def wire_dataclasses() -> set[str]:
     return {kind.__name__ for kind in kinds if kind.__module__.startswith(wire.__name__)}
 
 
-def instructed(ask: Ask) -> Instruction:
+def instructed(ask: ReleaseRequest) -> Instruction:
     method = wire.EVALUATION if ask.metrics is not None else "dp-fedavg"
     return Instruction(server_round=1, method=method, clients=("a",), ask=ask)
 
@@ -138,7 +155,7 @@ def instruction() -> set[str]:
 
 
 def ask() -> set[str]:
-    kinds = (Ask, Promise, OwnAsk, RoundMask, SentMask, Indicator, MetricBounds)
+    kinds = (ReleaseRequest, Promise, LocalRequest, RoundMask, SentMask, Indicator, MetricBounds)
     tables = [json.loads(instructed(one).to_json())["ask"] for one in ASKS]
     keys = {key for table in tables for key in (*table, *table.get("mask", {}))}
     return fields_of(*kinds) | besides(keys, *kinds)
@@ -152,22 +169,23 @@ def run_config() -> set[str]:
 
 
 def node_config() -> set[str]:
-    """The keys that functions with a node's config name, besides those of the run-config."""
+    """The keys that functions with a node's config name, besides those of the run-config and the names of its tables."""
     found = {LEDGER_PATH, "the app's settings"}
     for folder in (PACKAGE / "clients", PACKAGE / "apps"):
         for _, node in everywhere(folder):
             if isinstance(node, ast.FunctionDef) and "node_config" in names_in(node):
                 texts = [one.value for one in ast.walk(node) if isinstance(one, ast.Constant) and isinstance(one.value, str)]
                 found |= {text for text in texts if re.fullmatch(r"[a-z]+(-[a-z]+)+", text)}
-    return found - run_config()
+    keys = run_config()
+    return found - keys - {key.partition(".")[0] for key in keys if "." in key}
 
 
 # What a device sends
 
 
 def answer() -> set[str]:
-    text = wire.Answer(refused={}, payload={}, seeded_noise=False, metrics={}).to_json(("a",))
-    return fields_of(wire.Answer, wire.Refusal) | besides(json.loads(text), wire.Answer)
+    text = wire.ReplyHeader(refused={}, payload={}, seeded_noise=False, metrics={}).to_json(("a",))
+    return fields_of(wire.ReplyHeader, wire.Refusal) | besides(json.loads(text), wire.ReplyHeader)
 
 
 def payload_header() -> set[str]:
@@ -218,15 +236,23 @@ def client_query_answer() -> set[str]:
         raise ValueError("no data")
 
     failed = client_app(failing)(wire.client_query(1, "query"), context_of()).content
-    keys = {*json.loads(device().hosts("unfit")), *json.loads(str(failed.config_records[wire.KEY][wire.KEY]))}
-    return fields_of(wire.Hosted) | besides(keys, wire.Hosted)
+    keys = {*json.loads(device().describe_hosted("unfit")), *json.loads(str(failed.config_records[wire.KEY][wire.KEY]))}
+    return fields_of(wire.HostedClients) | besides(keys, wire.HostedClients)
 
 
 def told() -> set[str]:
     """The functions that make a text which a server may see."""
     found = set()
     for place, node in everywhere(PACKAGE / "clients", PACKAGE / "privacy"):
-        makes = called(node) in ("Declined", "Failed", "Refusal", "Spent", "in_own_words", "replied", "why_no_client")
+        makes = called(node) in (
+            "Declined",
+            "Failed",
+            "Refusal",
+            "ChargeRefusal",
+            "redact_errors",
+            "replied",
+            "client_fn_refusal",
+        )
         if makes or (isinstance(node, ast.Name) and node.id == "refused" and isinstance(node.ctx, ast.Store)):
             found.add(place)
     return found
@@ -243,48 +269,48 @@ def statement_fields() -> set[str]:
 
 def model_json() -> set[str]:
     with TemporaryDirectory() as folder:
-        RunFolder(Path(folder)).finish({"w": np.zeros(1)}, unfinished="after round 1")
+        RunFolder(Path(folder)).write_results({"w": np.zeros(1)}, unfinished="after round 1")
         said = json.loads((Path(folder) / run_folder.MODEL_JSON).read_text(encoding="utf-8"))
     return {*said, *said["arrays"]["w"]}
 
 
 def node_state() -> set[str]:
     state = RecordDict()
-    StateAccount(state).note({"a": (1, "terms")})
+    NodeStateAccounts(state).note({"a": (1, "terms")})
     return {KEPT_KEY, *(f"{ACCOUNT_KEY}.{key}" for key in state.config_records[ACCOUNT_KEY])}
 
 
 def run_state() -> set[str]:
-    kinds = {kind for kind, *_ in stored._KINDS.values() if kind.__module__.startswith("flower_dp.")}
+    kinds = {kind for kind, *_ in serialization._KINDS.values() if kind.__module__.startswith("flower_dp.")}
     # Not those of a doctest, which no module has.
     kinds = {kind for kind in kinds if getattr(sys.modules.get(kind.__module__), kind.__name__, None) is kind}
-    return fields_of(*kinds - {Checkpoint, Charge, Charges, Scope, charges._Histories})
+    return fields_of(*kinds - {Checkpoint, Charge, Charges, CostScope, charges._Histories})
 
 
 def server_ledger() -> set[str]:
     """The columns of the tables of a server's ledger, and what its lock file remembers."""
     columns = {f"{table}.{column.split()[0]}" for table, text in ledger_tables.TABLES.items() for column in text.split(", ")}
-    return columns | fields_of(Mark, Charge, Scope, JointBudget, LedgerRun)
+    return columns | fields_of(LastCharge, Charge, CostScope, LedgerBudget, RunRow)
 
 
 def checkpoints() -> set[str]:
     """The fields of a checkpoint, and the files beside it."""
-    names = {NEWEST, PREVIOUS, LEDGER, f"{LEDGER}.mark", launched._FILE}
-    return fields_of(Checkpoint) | names | fields_of(launched.Launched)
+    names = {NEWEST, PREVIOUS, LEDGER, f"{LEDGER}.mark", launch_record._FILE}
+    return fields_of(Checkpoint) | names | fields_of(launch_record.LaunchRecord)
 
 
 def ledger_told() -> set[str]:
-    """What `flower-dp ledger --json` tells of a server's ledger: keys, those of the lists by their list."""
+    """What `flower-dp ledger show --json` tells of a server's ledger: keys, those of the lists by their list."""
     with TemporaryDirectory() as folder:
         path = Path(folder) / "ledger.sqlite"
         Store.create(path)
         with Store(path) as ledger:
-            words = {"release": "r", "number": 1, "server_round": 1, "kind": "k"}
-            scope, event = Scope(unit="client", relation="add-or-remove-one"), GaussianDpEvent(noise_multiplier=1.0)
-            for name in ("a", EVERY_CLIENT):
+            words = {"release": "r", "number": 1, "server_round": 1, "fingerprint": "k"}
+            scope, event = CostScope(unit="client", relation="add-or-remove-one"), GaussianDpEvent(noise_multiplier=1.0)
+            for name in ("a", ALL_CLIENTS):
                 run = ledger.begin(method="m", delta=1e-5)
                 ledger.append(run, Charge(owners=(name,), events=(event,), scope=scope, **words))
-        told, _ = ledgers._read(str(path), None, None)
+        told, _ = ledgers._read(path)
     runs, clients = list(told["runs"].values()), [one for entries in told["clients"].values() for one in entries]
     inner = {"runs": runs, "clients": clients, "joint": told["joint"]}
     return {*told} | {f"{name}.{key}" for name, entries in inner.items() for entry in entries for key in entry}
@@ -301,18 +327,22 @@ SECTIONS: Mapping[str, Callable[[], set[str]]] = {
     "Answer": answer,
     "Payload header": payload_header,
     "Answer to the client query": client_query_answer,
-    "Fixed reasons": lambda: constants(reasons),
+    "Fixed reasons": lambda: constants(refusal_messages),
     "Texts for the server": told,
     "A device's log": lambda: logging_in(PACKAGE / "clients"),
-    "What a reply becomes": lambda: fields_of(Collected, KnownClients),
+    "What a reply becomes": lambda: fields_of(CollectedReplies, KnownClients),
     "Files of a run folder": lambda: set(run_folder.RESULTS),
-    "Columns of metrics.jsonl": lambda: {*columns.OWN, *(f"{one}*" for one in columns.PREFIXES), "metrics of evaluate_fn"},
+    "Columns of metrics.jsonl": lambda: {
+        *metric_columns.OWN,
+        *(f"{one}*" for one in metric_columns.PREFIXES),
+        "metrics of evaluate_fn",
+    },
     "Privacy statement": statement_fields,
     "model.json": model_json,
     "Trackers": lambda: {kind.__name__ for kind in own_classes(trackers)} | {"on_round"},
     "The server's log": lambda: logging_in(*(one for one in PACKAGE.iterdir() if one.is_dir() and one.name != "clients")),
     "Environment": lambda: {getattr(environment, name) for name in constants(environment)},
-    "A device's ledger file": lambda: fields_of(Entry),
+    "A device's ledger file": lambda: fields_of(ClientAccount),
     "A node's state": node_state,
     "The state of a run": run_state,
     "A server's ledger": server_ledger,

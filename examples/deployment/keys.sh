@@ -1,10 +1,10 @@
 #!/bin/sh
-# Certificates of the server's side and keys of devices, with openssl and ssh-keygen (Linux, macOS).
+# Make the server's certificates and the devices' keys, with openssl and ssh-keygen (Linux, macOS).
 #
 #   ./keys.sh server fleet.example.org   certs/: a CA, the SuperLink's certificate (localhost), the proxy's (the public name)
-#   ./keys.sh device device-1            devices/device-1/: the device's key; its .pub goes to the operator, the key nowhere
+#   ./keys.sh device device-1            devices/device-1/: the device's key; send only its .pub to the operator
 #
-# ca.key, superlink.key and proxy.key stay on the server, ca.crt goes to every device. Nothing is written over.
+# ca.key, superlink.key and proxy.key stay on the server, ca.crt goes to every device. Existing files are never overwritten.
 set -eu
 umask 077
 DAYS=365
@@ -16,7 +16,7 @@ usage() {
 
 refuse_if_there() {
     if [ -e "$1" ]; then
-        echo "$1 exists; nothing was written" >&2
+        echo "$1 already exists; nothing was written" >&2
         exit 1
     fi
 }

@@ -1,7 +1,7 @@
-"""Functions that a run-config names as "module:function": those of the app's own modules, and no others.
+"""Import functions that a run-config names as "module:function", from the app's own modules only.
 
-A run-config is the server's, also where a device has pinned the app. What a device imports and calls for it is code of the pinned
-app alone; what the device's own node-config names is the device's affair.
+The server writes the run-config, even if a device has pinned the app. For a run-config, a device imports and calls only code of
+the pinned app. Its own node-config may name any function.
 """
 
 import importlib
@@ -13,7 +13,7 @@ from typing import Any
 
 from flower_dp.running.apps import App, read_app
 
-# Packages that an app's bundle may contain, and that are no model or data of its own.
+# Packages that an app's bundle may contain; their functions are not the app's own.
 _PACKAGES = ("flower_dp",)
 _PREFIXES = tuple(Path(path).resolve() for path in set(sysconfig.get_paths().values()))
 
@@ -22,16 +22,16 @@ def named(key: str, reference: str, *, trusted: bool, default_alone: bool = Fals
     """Import a function by its name.
 
     Args:
-        key: the setting that names it.
-        reference: "module:function", or empty.
-        trusted: whether whoever runs this process has named it; then any module will do.
-        default_alone: whether it must be the function that the app's own pyproject.toml names under the same key.
+        key: setting that names the function.
+        reference: "module:function", or "".
+        trusted: whether the owner of this process named the function; then it may be in any module.
+        default_alone: whether only the function that the app's own pyproject.toml names under the same key is allowed.
 
     Returns:
-        The function, or None for an empty reference.
+        The function; None for an empty reference.
 
     Raises:
-        ValueError: naming key and value, if there is no such function, or it is not one of the app's own.
+        ValueError: naming key and value, if the function does not exist or is not the app's own.
     """
     if not reference:
         return None
@@ -40,17 +40,17 @@ def named(key: str, reference: str, *, trusted: bool, default_alone: bool = Fals
         places = {} if trusted else own_modules(name)
         if default_alone and not trusted and (default := _app_of(places[name]).defaults.get(key)) != reference:
             raise ValueError(f"this device has settings of its own, and its app names {default!r}; set {key} in its node-config")
-        found = getattr(importlib.import_module(name), attribute)
+        function = getattr(importlib.import_module(name), attribute)
         if not trusted:
             _check_loaded(places)
-            _check_origin(found)
+            _check_origin(function)
     except (ModuleNotFoundError, AttributeError, ValueError) as error:
         raise ValueError(f"{key}={reference!r}: {error}; must be 'module:function' of the app") from None
-    return found
+    return function
 
 
 def own_modules(name: str) -> dict[str, Path]:
-    """Return where a module of the app and the packages around it are, by name; nothing is imported for that.
+    """Return the paths of an app's module and of the packages around it, by name, without importing anything.
 
     Raises:
         ValueError: if the module is not in a Flower app's own folder.
@@ -68,11 +68,11 @@ def own_modules(name: str) -> dict[str, Path]:
         places[full] = _place(spec)
         path = list(spec.submodule_search_locations or ())
     top = places[parts[0]]
-    if top.parent != (folder := _app_of(top).folder):  # that in which its pyproject.toml stands
+    if top.parent != (folder := _app_of(top).folder):
         raise ValueError(f"{top} is not directly in the app's folder {folder}")
     for full, place in places.items():
         if not place.is_relative_to(folder):
-            raise ValueError(f"module {full!r} is in {place}, and not in the app's folder {folder}")
+            raise ValueError(f"module {full!r} is in {place}, not in the app's folder {folder}")
     return places
 
 
@@ -83,7 +83,7 @@ def _app_of(place: Path) -> App:
             break
         if (app := read_app(folder)) is not None and not app.own:
             return app
-    raise ValueError(f"{place} is in no folder of a Flower app")
+    raise ValueError(f"{place} is not in the folder of a Flower app")
 
 
 def _place(spec: ModuleSpec) -> Path:
@@ -91,21 +91,21 @@ def _place(spec: ModuleSpec) -> Path:
     if spec.submodule_search_locations:
         return Path(next(iter(spec.submodule_search_locations))).resolve()
     if not spec.has_location or spec.origin is None:
-        raise ValueError(f"module {spec.name!r} is no file")
+        raise ValueError(f"module {spec.name!r} is not a file")
     return Path(spec.origin).resolve()
 
 
 def _check_loaded(places: dict[str, Path]) -> None:
-    """Refuse a module that was imported from another place before."""
+    """Refuse a module that was imported from another path before."""
     for name, place in places.items():
         spec = sys.modules[name].__spec__
         if spec is None or _place(spec) != place:
-            raise ValueError(f"module {name!r} is loaded already, from elsewhere than {place}")
+            raise ValueError(f"module {name!r} is loaded already, from another path than {place}")
 
 
-def _check_origin(found: Any) -> None:
-    """Refuse what a module of the app has only imported, such as `kill` after `from os import kill`."""
-    module = getattr(found, "__module__", None)
+def _check_origin(function: Any) -> None:
+    """Refuse a function that a module of the app has only imported, such as `kill` after `from os import kill`."""
+    module = getattr(function, "__module__", None)
     if not isinstance(module, str):
-        raise ValueError(f"is a {type(found).__name__} of no module")
+        raise ValueError(f"is a {type(function).__name__} without a module")
     own_modules(module)

@@ -1,6 +1,6 @@
 """The run-config's common settings, read and checked once; every method has its own table (`flower_dp.apps.methods`).
 
-TOML knows no null, so 0 and "" mean "not set" where the documentation says so.
+TOML has no null, so 0 and "" mean "not set" where the documentation says so.
 """
 
 import math
@@ -12,20 +12,21 @@ from typing import Any, TypeVar
 
 from flower_dp.apps.tasks import MODELS, TASKS, module_of
 from flower_dp.apps.tasks.partitions import PARTITIONS
-from flower_dp.core.checks import BadValue, Findings, bad, integer, number, one_of, refusal
+from flower_dp.core.checks import BadValue, ErrorCollector, bad, integer, number, one_of, refusal
+from flower_dp.running.values import SETTINGS_PAGE, suggestion_for
 
 T = TypeVar("T")
 SAMPLINGS = ("poisson", "fixed-size", "full", "round-robin")
-# What the app's clients compute of the global model and their own records.
+# Metrics that the app's clients compute of the global model on their own records.
 METRICS = ("loss", "accuracy")
-# What names an app's functions, as "module:function"; they are no settings of flower-dp's own app.
+# Keys that name an app's functions, as "module:function"; flower-dp's own app does not have them.
 FUNCTIONS = ("model-fn", "data-fn", "evaluate-fn")
-# What decides which records a client has, where they are dealt from a task's data.
+# Settings that decide which records of a task's data a client has.
 DEALT = (
     *("task", "data-dir", "partition", "dirichlet-alpha", "classes-per-client", "records-per-client"),
     *("validation-ratio", "test-ratio", "seed"),
 )
-# Settings of some samplings alone.
+# Settings that only some samplings read.
 SAMPLED = {"sampling_rate": ("poisson",), "cohort_size": ("fixed-size", "round-robin")}
 # Values that turn a setting off, where that is not the default.
 _OFF = {"momentum": 0.0, "learning_rate_decay": 0.0, "sampling_rate": 0.0}
@@ -39,7 +40,7 @@ def _checked(default: T, check: Callable[..., Any], **bounds: Any) -> T:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluation:
-    """Private evaluation on the clients: the table `evaluation`."""
+    """Private evaluation on the clients: the table `private-evaluation`."""
 
     every: int = _checked(0, integer, at_least=0)
     metrics: str = "accuracy=1"
@@ -47,49 +48,49 @@ class Evaluation:
     sampling_rate: float = _checked(0.0, number, at_least=0, at_most=1)
     epsilon: float = _checked(0.0, number, at_least=0)
 
-    def check(self, findings: Findings) -> None:
-        """Find values that make no sense."""
+    def check(self, findings: ErrorCollector) -> None:
+        """Collect invalid values, and values that nothing reads."""
         before = len(findings.errors)
-        _check_each(self, findings, "evaluation.")
-        with findings.noted():
+        _check_each(self, findings, "private-evaluation.")
+        with findings.collect_errors():
             self.bounds()
         if not self.every and len(findings.errors) == before:
-            for one in fields(self):
-                with findings.noted():
-                    self.refuse(one.name, "is read with evaluation.every above 0 only")
+            for setting in fields(self):
+                with findings.collect_errors():
+                    self.refuse(setting.name, "is read with private-evaluation.every above 0 only")
 
     def refuse(self, name: str, why: str) -> None:
-        """Refuse a setting that somebody has set and nobody reads.
+        """Refuse a setting that was set although nothing reads it.
 
         Raises:
-            BadValue: if it has another value than its default.
+            BadValue: if its value is not the default.
         """
         if (value := getattr(self, name)) != default_of(self, name):
-            raise refusal(f"evaluation.{key_of(name)}", value, why)
+            raise refusal(f"private-evaluation.{key_of(name)}", value, why)
 
     def bounds(self) -> dict[str, float]:
         """Return the public upper bound of every metric by name.
 
         Raises:
-            BadValue: if the text is no list of metrics of the app's clients, each with a bound.
+            BadValue: if the text is not a list of metrics of the app's clients, each with a bound.
         """
-        found: dict[str, float] = {}
+        bounds: dict[str, float] = {}
         for part in self.metrics.split(","):
             name, _, text = (word.strip() for word in part.partition("="))
             try:
                 bound = float(text)
             except ValueError:
                 bound = math.nan
-            if name not in METRICS or name in found or not 0 < bound < math.inf:
-                wanted = "metrics with their upper bounds above 0, each once, with commas between them, as 'loss=5,accuracy=1'"
-                raise bad("evaluation.metrics", self.metrics, f"{wanted}; there are {', '.join(METRICS)}")
-            found[name] = bound
-        return found
+            if name not in METRICS or name in bounds or not 0 < bound < math.inf:
+                wanted = "comma-separated metrics, each once and with its upper bound above 0, such as 'loss=5,accuracy=1'"
+                raise bad("private-evaluation.metrics", self.metrics, f"{wanted}; the metrics are {', '.join(METRICS)}")
+            bounds[name] = bound
+        return bounds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """A run's common settings, one field a run-config key (`-` for `_`); `evaluation` is a table of its own."""
+    """A run's common settings, one field per run-config key (`-` for `_`); `evaluation` is the table `private-evaluation`."""
 
     task: str = "mnist"
     method: str = "dp-fedsam"
@@ -113,14 +114,14 @@ class Settings:
     learning_rate_decay: float = _checked(0.0005, number, at_least=0, below=1)
     momentum: float = _checked(0.5, number, at_least=0, below=1)
     weight_decay: float = _checked(0.0, number, at_least=0)
-    proximal: float = _checked(0.0, number, at_least=0)
+    proximal_mu: float = _checked(0.0, number, at_least=0)
     blur_strength: float = _checked(0.0, number, at_least=0)
     blur_bound: float = _checked(0.0, number, at_least=0)
-    update_keep_ratio: float = _checked(1.0, number, above=0, at_most=1)
+    lus_keep_ratio: float = _checked(1.0, number, above=0, at_most=1)
     optimizer: str = "sgd"
-    engine: str = _checked("auto", one_of, valid=("auto", "batched", "one-by-one"))
+    training_engine: str = _checked("auto", one_of, valid=("auto", "batched", "one-by-one"))
     report_client_metrics: bool = False
-    evaluate_every: int = _checked(1, integer, at_least=0)
+    test_every: int = _checked(1, integer, at_least=0)
     round_timeout: float = _checked(600.0, number, above=0)
     seed: int = _checked(0, integer, at_least=0, at_most=2**63 - 1)  # of torch, and of a number in a message
     output_dir: str = ""
@@ -128,31 +129,31 @@ class Settings:
     server_ledger: str = ""
     evaluation: Evaluation = field(default_factory=Evaluation)
 
-    def check(self, findings: Findings) -> None:
-        """Find values that are invalid for every method."""
+    def check(self, findings: ErrorCollector) -> None:
+        """Collect values that are invalid for every method."""
         _check_each(self, findings)
-        with findings.noted():
+        with findings.collect_errors():
             one_of("model", self.model, MODELS)
-        with findings.noted():
+        with findings.collect_errors():
             one_of("task", self.task, TASKS)
             if self.model in MODELS and self.model not in (fit := module_of(self.task).MODELS):
-                raise refusal("model", self.model, f"does not fit task={self.task!r}, which has {', '.join(fit)}")
+                raise refusal("model", self.model, f"does not fit task={self.task!r}; must be one of {', '.join(fit)}")
         if bool(self.blur_strength) != bool(self.blur_bound) and min(self.blur_strength, self.blur_bound) >= 0:
             wanted = "must be above 0 with blur-strength" if self.blur_strength else "is read with blur-strength above 0 only"
             findings.errors.append(refusal("blur-bound", self.blur_bound, wanted))
-        # Held-out records are not protected, so no client may train on another's.
+        # Held-out records are not protected, so no client may train on a record that any client holds out.
         if self.validation_ratio < 1 and self.test_ratio < 1 <= self.validation_ratio + self.test_ratio:
-            why = f"with test-ratio={self.test_ratio} leaves nothing to train on"
+            why = f"with test-ratio={self.test_ratio} leaves no record to train on; their sum must be below 1"
             findings.errors.append(refusal("validation-ratio", self.validation_ratio, why))
         if self.partition == "sample" and self.holds_out:
             why = (
-                f"clients share records; with validation-ratio={self.validation_ratio} or test-ratio={self.test_ratio} one "
-                "would train on what another has held out"
+                "clients share records, so one would train on records that another holds out; set validation-ratio=0 and "
+                "test-ratio=0, or another partition"
             )
             findings.errors.append(refusal("partition", self.partition, why))
         self.evaluation.check(findings)
         if 0 < self.num_rounds < (every := self.evaluation.every):
-            findings.errors.append(refusal("evaluation.every", every, f"num-rounds={self.num_rounds} has no such round"))
+            findings.errors.append(refusal("private-evaluation.every", every, f"must be at most num-rounds={self.num_rounds}"))
 
     @property
     def holds_out(self) -> bool:
@@ -160,7 +161,7 @@ class Settings:
         return bool(self.validation_ratio or self.test_ratio)
 
     def is_set(self, name: str) -> bool:
-        """Tell whether a setting has another value than its default and than the one that turns it off."""
+        """Return whether a setting has neither its default nor the value that turns it off."""
         default = default_of(self, name)
         return getattr(self, name) not in (default, _OFF.get(name, default))
 
@@ -175,18 +176,18 @@ class Settings:
         return [f"client-{index:0{width}d}" for index in range(self.num_clients)]
 
     def path_of(self, name: str) -> Path | None:
-        """Return a setting that is a path; None where it is not set."""
+        """Return a setting that is a path; None if it is not set."""
         return Path(path).expanduser() if (path := getattr(self, name)) else None
 
 
-def sampled(settings: Settings, samplings: tuple[str, ...], findings: Findings) -> Settings:
-    """Return settings whose sampling is one of a method's: its first one if none was chosen. Find what that does not read.
+def sampled(settings: Settings, samplings: tuple[str, ...], findings: ErrorCollector) -> Settings:
+    """Return settings whose sampling is one of a method's samplings, by default the first one.
 
-    A cohort of round-robin sampling whose size was not set has all clients.
+    Collects an unfit sampling, and settings that the sampling does not read. Round-robin without a cohort size takes all clients.
     """
     sampling = settings.sampling or samplings[0]
     if sampling not in samplings:
-        with findings.noted():
+        with findings.collect_errors():
             one_of("sampling", sampling, samplings)
         sampling = samplings[0]
     for name, readers in SAMPLED.items():
@@ -207,24 +208,26 @@ def key_of(name: str) -> str:
     return name.replace("_", "-")
 
 
-def _check_each(own: Any, findings: Findings, prefix: str = "") -> None:
-    for one in fields(own):
-        with findings.noted():
-            if "check" in one.metadata:
-                one.metadata["check"](prefix + key_of(one.name), getattr(own, one.name))
+def _check_each(own: Any, findings: ErrorCollector, prefix: str = "") -> None:
+    for setting in fields(own):
+        with findings.collect_errors():
+            if "check" in setting.metadata:
+                setting.metadata["check"](prefix + key_of(setting.name), getattr(own, setting.name))
 
 
-def read(kind: type[T], table: Mapping[str, Any], findings: Findings, prefix: str = "") -> T:
-    """Return a dataclass of settings from a table with one entry a field; a field that is a table itself has its default.
+def read(kind: type[T], table: Mapping[str, Any], findings: ErrorCollector, prefix: str = "") -> T:
+    """Return a dataclass of settings from a table with one entry per field; a field that is a table gets its default.
 
-    An unknown or missing key or a value of the wrong kind is a finding, and the field has its default then.
+    Collects unknown keys, missing keys and values of the wrong type; their fields get the defaults.
     """
     known = {key_of(field.name): field.type for field in fields(kind) if not is_dataclass(field.type)}  # type: ignore[arg-type]
-    for key in [key for key in table if key not in known]:
-        findings.errors.append(refusal(prefix + key, table[key], f"unknown key; known are {', '.join(sorted(known))}"))
+    keys = dict.fromkeys(prefix + key for key in known)
+    for key in [prefix + key for key in table if key not in known]:
+        hint = suggestion_for(key, keys, "", otherwise=SETTINGS_PAGE)
+        findings.errors.append(refusal(key, table[key.removeprefix(prefix)], f"unknown setting; {hint}"))
     values = {}
     for key, wanted in known.items():
-        with findings.noted():
+        with findings.collect_errors():
             if key not in table:
                 raise BadValue(prefix + key, f"{prefix}{key}: is missing from the run-config")
             values[key.replace("-", "_")] = _typed(prefix + key, table[key], wanted)
@@ -232,7 +235,7 @@ def read(kind: type[T], table: Mapping[str, Any], findings: Findings, prefix: st
 
 
 def _typed(key: str, value: Any, kind: Any) -> Any:
-    """Return the value as its key's type; a whole number is also a float."""
+    """Return the value in its key's type; a whole number is also a float."""
     if kind is float and type(value) is int:
         return float(value)
     if type(value) is not kind:

@@ -1,4 +1,7 @@
-"""An audit from outside: what can be proved of epsilon from what methods really release. No other part of the library uses it."""
+"""An audit from outside: lower bounds on epsilon, proved from the releases of real runs.
+
+No other part of the library uses this package.
+"""
 
 from flower_dp.audit.audit import Audit, Claim, audit
 from flower_dp.audit.case import Case

@@ -1,4 +1,4 @@
-"""One case of an audit: a strategy and its clients, two neighbouring inputs, and what an adversary sees of a run."""
+"""One case of an audit: a strategy and its clients, two neighboring inputs, and an adversary's view of a run."""
 
 import logging
 import math
@@ -15,7 +15,7 @@ from flwr.clientapp import ClientApp
 from flower_dp import wire
 from flower_dp.audit import worst_case
 from flower_dp.clients import client_app, model_arrays
-from flower_dp.clients.node_client import NodeClient
+from flower_dp.clients.node_client import HostingClient
 from flower_dp.core import checks, compression
 from flower_dp.privacy.charges import History
 from flower_dp.privacy.statement import PrivacyStatement
@@ -25,7 +25,7 @@ from flower_dp.strategies.releases.noised_sum import NoisedSum
 from flower_dp.wire import Indicator, Instruction
 
 VIEWS = ("outsider", "participant", "server")
-# The node of the client whose part in the run is to be hidden, and that of the participant who knows its own message.
+# The node of the client whose part in the run must be hidden, and the node of the participant that knows its own message.
 _UNIT, _PARTICIPANT = 2, 3
 _NO_BITS = 2000.0
 _LARGEST_ARRAY = 2**40
@@ -33,40 +33,40 @@ _LARGEST_ARRAY = 2**40
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """Neighbouring inputs of one method.
+    """Neighboring inputs of one method.
 
-    Every client lives on a node of its own. Client 0 is the unit, or holds the record that is. Client i pushes the parameters in
-    the direction `present[i]` with the unit and `absent[i]` without it, in odd rounds, and into the opposite one in even rounds:
-    composition allows that the adversary chooses the second question by the first answer, and noise that is drawn only once
-    cancels in the difference.
+    Every client has its own node. Client 0 is the unit, or holds the record that is. In odd rounds client i pushes the parameters
+    in direction `present[i]` with the unit, and in direction `absent[i]` without it; in even rounds it pushes the other way.
+    Composition lets the adversary choose the second question by the first answer, and noise that is drawn only once cancels in
+    the difference of two rounds.
 
     Attributes:
-        label: of the case, unique.
-        method: the method's name on the wire.
-        strategy: makes the strategy.
-        client: words `model` and `clients` of a node -> its client; None: a stock client of Flower.
-        present: -1, 0 or 1 for every client.
-        absent: the same for the neighbouring input.
-        silent: whether client 0 does not answer at all in the neighbouring input; else it answers, with another push.
-        view: what is seen: `outsider` global models; `participant` these, without client 1's own messages, which it knows;
-            `server` client 0's messages.
-        num_rounds: of a run.
-        num_records: of a client.
-        inputs: 1.0: both parameters are pushed; 0.0: one of them.
-        post_processed: whether what is seen is a function of the noised release that loses some of it, so that its trade-off
-            curve is not the one of the noise.
+        label: unique label of the case.
+        method: name of the method on the wire.
+        strategy: function that makes the strategy.
+        client: function of a node's `model` and `clients` that makes its client; None for a stock client of Flower.
+        present: push of every client with the unit: -1, 0 or 1.
+        absent: push of every client in the neighboring input.
+        drops_out: whether client 0 does not reply at all in the neighboring input; else it replies with another push.
+        view: adversary's view. `outsider`: global models. `participant`: global models, without client 1's own messages, which
+            it knows. `server`: client 0's messages.
+        num_rounds: number of rounds of a run.
+        num_records: number of records of a client.
+        inputs: 1.0 pushes both parameters, 0.0 one of them.
+        post_processed: whether the view is a lossy function of the noised release, so that its trade-off curve is not that of
+            the noise.
 
     Raises:
-        ValueError: for a value that makes no sense, naming field and value.
+        ValueError: naming an invalid field and its value.
     """
 
     label: str
     method: str
     strategy: Callable[[], DPStrategy]
-    client: Callable[..., NodeClient] | None
+    client: Callable[..., HostingClient] | None
     present: tuple[float, ...]
     absent: tuple[float, ...]
-    silent: bool = False
+    drops_out: bool = False
     view: str = "outsider"
     num_rounds: int = 1
     num_records: int = 1
@@ -79,39 +79,41 @@ class Case:
         if len(self.present) != len(self.absent) or not self.present:
             raise ValueError(f"absent={self.absent!r}: must have a push for each of {len(self.present)} clients")
         if self.view == "participant" and len(self.present) < 2:
-            raise ValueError("view='participant': needs a second client")
+            raise ValueError("view='participant': needs a second client; give two pushes or more")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Count:
-    """The noised sum of a round's indicators, in units of the update, and how they were asked for."""
+    """The noised sum of a round's indicators, in units of the update, and the request for these indicators."""
 
     total: float
     asked: Indicator
 
 
-class Trials:
-    """Runs of one case, on the way that real runs take: clients, messages, server.
+class TrialRunner:
+    """The runs of one case, with real clients, messages and server.
 
-    The strategy is made once, and every run begins from the state that it had before the first. Nothing is seeded.
+    The strategy is made once. Every run begins from the strategy's state before the first run. Nothing is seeded.
 
     Args:
-        case: what is run.
+        case: case to run.
     """
 
     def __init__(self, case: Case) -> None:
         self.case, self.strategy = case, case.strategy()
         if self.strategy.seeded_noise:
-            raise ValueError(f"{case.label}: its noise comes from a fixed seed, and all trials would be one")
-        self._pushes: Sequence[float] = case.present  # of the clients, in the round that is being asked
+            raise ValueError(
+                f"{case.label}: draws its noise from a fixed seed, so all trials would be the same; leave out the seed"
+            )
+        self._pushes: Sequence[float] = case.present  # of the clients, in the current round
         self._grid = LocalGrid(self._app(case.client), len(case.present))
         self._arrays = model_arrays(worst_case.model())
         self.strategy.plan(case.num_rounds, tuple(f"c{place}" for place in range(len(case.present))))
         self._fresh = self.strategy.state
 
-    def _app(self, client: Callable[..., NodeClient] | None) -> ClientApp:
+    def _app(self, client: Callable[..., HostingClient] | None) -> ClientApp:
         case = self.case
-        made = cache(lambda push: worst_case.records(push, size=case.num_records, inputs=case.inputs))
+        records = cache(lambda push: worst_case.records(push, size=case.num_records, inputs=case.inputs))
 
         def push(context: Context) -> float:
             return self._pushes[int(context.node_config["partition-id"])]
@@ -120,8 +122,8 @@ class Trials:
             return worst_case.stock_app(push)
 
         @cache
-        def hosting(name: str, push: float) -> NodeClient:
-            return client(model=worst_case.model(), clients={name: made(push)})
+        def hosting(name: str, push: float) -> HostingClient:
+            return client(model=worst_case.model(), clients={name: records(push)})
 
         return client_app(lambda context: hosting(f"c{context.node_config['partition-id']}", push(context)))
 
@@ -130,7 +132,7 @@ class Trials:
         case, strategy, grid = self.case, self.strategy, self._grid
         strategy.state, arrays = self._fresh, self._arrays
         grid.forget()
-        grid.silent = frozenset({_UNIT}) if case.silent and not present else frozenset()
+        grid.silent = frozenset({_UNIT}) if case.drops_out and not present else frozenset()
         seen, counts = [], []
         for server_round in range(1, case.num_rounds + 1):
             sign = 1.0 if server_round % 2 else -1.0
@@ -143,7 +145,7 @@ class Trials:
             seen.append([sign * part for part in self._seen(before, arrays)])
             if asked is not None:
                 counts.append(self._beside(asked))
-        parts = [np.stack(one) for one in zip(*seen, strict=True)]
+        parts = [np.stack(rounds) for rounds in zip(*seen, strict=True)]
         return _statistics(parts, worst_case.direction(case.inputs), counts)
 
     @property
@@ -153,40 +155,40 @@ class Trials:
 
     @property
     def ledger(self) -> History:
-        """What the last run has charged to client 0 against the adversary who sees most."""
+        """The charges of the last run to client 0, against the adversary with the largest view."""
         rules: Any = self.strategy.rules
         return self.strategy.charges.history(rules.training.scope, "c0", release=rules.training.name)
 
     def _seen(self, before: ArrayRecord, after: ArrayRecord) -> list[np.ndarray]:
-        """Return what the adversary sees of a round [d]; and for a participant, once more without its own noise."""
+        """Return the adversary's view of a round [d]; for a participant, also the view without its own noise."""
         if self.case.view == "server":
             return [self._sent_by(_UNIT)]
         rules: Any = self.strategy.rules
-        moved = (_vector(after) - _vector(before)) * rules.training.sampling.expected_cohort(len(self.case.present))
+        moved = (_vector(after) - _vector(before)) * rules.training.sampling.expected_cohort_size(len(self.case.present))
         if self.case.view == "outsider":
             return [moved]
         own = self._sent_by(_PARTICIPANT)[: len(moved)]
         return [moved - own, moved - len(self.case.present) * own]
 
     def _beside(self, asked: Indicator) -> _Count:
-        """Return what the next clip norm, which is public, tells of a round: the noised sum of its indicators."""
+        """Return the noised sum of a round's indicators, computed from the next clip norm, which is public."""
         rules: Any = self.strategy.rules
         clip = rules.training.clip.of
         within = clip.target_quantile - math.log(rules.clip_norm(self.strategy.state) / asked.clip_norm) / clip.learning_rate
-        total = (within - 0.5) * asked.scale * rules.training.sampling.expected_cohort(len(self.case.present))
+        total = (within - 0.5) * asked.scale * rules.training.sampling.expected_cohort_size(len(self.case.present))
         if self.case.view == "participant":
             total -= float(self._sent_by(_PARTICIPANT)[-1])
         return _Count(total=total, asked=asked)
 
     def _sent_by(self, node: int) -> np.ndarray:
-        """Return a node's row; zeros for none."""
+        """Return a node's row, or zeros if it sent none."""
         sent = self._grid.exchanged.get(node)
         return np.zeros(2) if sent is None else row_of(sent)[1]
 
 
 @contextmanager
 def quiet(least: int = logging.CRITICAL) -> Iterator[None]:
-    """Keep runs from logging what each of them would, below the level `least`."""
+    """Suppress log lines of runs below the level `least`."""
     logger = logging.getLogger("flwr")
     level = logger.level
     logger.setLevel(least)
@@ -197,31 +199,31 @@ def quiet(least: int = logging.CRITICAL) -> Iterator[None]:
 
 
 def _statistics(parts: list[np.ndarray], direction: np.ndarray, counts: Sequence[_Count]) -> dict[str, float]:
-    """Return every statistic of what was seen [rounds, d]: what a bug of each kind would show in.
+    """Return every statistic of the views [rounds, d]; each one exposes another kind of bug.
 
-    `projection` is the log likelihood ratio of Gaussian noise, up to a factor and a constant: the sum over rounds of what was
-    seen, into the direction of the unit's push; with an adaptive clip norm that of update and indicator together, for one noise
-    hides both. `shared noise` is the same without a participant's own noise as often as there are clients: if they drew the same
-    noise, none is left. `update` and `indicator` are the two parts of the projection: each shows noise that is too small on it
-    alone. `lowest bit` is the exponent of the lowest bit that is set in any coordinate: noise on a lattice leaves nothing below
-    its step, whatever the unit's value is.
+    `projection` is the log likelihood ratio of Gaussian noise, up to a factor and a constant: the sum of the views over rounds,
+    in the direction of the unit's push. With an adaptive clip norm it covers update and indicator together: one noise hides both.
+    `shared noise` is the projection minus a participant's own noise times the number of clients: if all clients drew the same
+    noise, no noise is left. `update` and `indicator` are the two parts of the projection: each exposes noise that is too small on
+    that part alone. `lowest bit` is the exponent of the lowest bit that is set in any coordinate: noise on a lattice leaves
+    nothing below its step, whatever the unit's value is.
     """
     along = [part @ direction for part in parts]
     named = {"projection": float(along[0].sum()), "lowest bit": _lowest_bit(parts[0])}
     if len(parts) > 1:
         named["shared noise"] = float(along[1].sum())
     if counts:
-        asked = [one.asked for one in counts]
+        asked = [count.asked for count in counts]
         # The unit's row is the clip norm long, in this direction, and its update was longer: its indicator is -scale / 2.
-        scales = np.array([one.clip_norm / (np.linalg.norm(direction) * one.joint_norm**2) for one in asked])
+        scales = np.array([each.clip_norm / (np.linalg.norm(direction) * each.joint_norm**2) for each in asked])
         named["update"] = float((along[0] * scales).sum())
-        named["indicator"] = -sum(one.total * one.asked.scale / (2 * one.asked.joint_norm**2) for one in counts)
+        named["indicator"] = -sum(count.total * count.asked.scale / (2 * count.asked.joint_norm**2) for count in counts)
         named["projection"] = named["update"] + named["indicator"]
     return named
 
 
 def _indicator(strategy: DPStrategy) -> Indicator | None:
-    """Return what the next round will ask for beside the update."""
+    """Return the indicator that the next round requests beside the update; None if it requests none."""
     rules: Any = strategy.rules
     training = rules.releases[0]
     return training.indicator(training.state_in(strategy.state)) if isinstance(training, NoisedSum) else None
@@ -238,10 +240,10 @@ def _vector(arrays: ArrayRecord) -> np.ndarray:
 
 
 def row_of(sent: Sent) -> tuple[Instruction, np.ndarray]:
-    """Return what a node was asked, and the row that it has sent, read as the server reads it.
+    """Return a node's instruction, and the row of its reply, as the server reads it.
 
     Raises:
-        RuntimeError: it has sent none.
+        RuntimeError: if the reply has no row.
     """
     if sent.reply.has_error():
         raise RuntimeError(f"a client of the audit does not reply: {sent.reply.error.reason}")

@@ -1,8 +1,8 @@
-"""How each method becomes a case: its strategy, its clients, and the neighbouring inputs that its relation allows.
+"""The cases of all methods: strategy, clients, and the neighboring inputs that the relation allows.
 
-A case has few rounds and few clients, so that its claim is as tight as it can be, and noise so small that error rates can be seen
-in some thousand trials: it costs an audit nothing to claim a large epsilon, and noise, sensitivity and accounting are the same
-for a small one.
+A case has few rounds and few clients, so that its claim is as close to the true epsilon as it can be. Its noise is so small
+that some thousand trials measure error rates. A large epsilon costs an audit nothing: noise, sensitivity and accounting are the
+same for a small one.
 """
 
 import math
@@ -16,7 +16,7 @@ from torch import nn
 from flower_dp import clients
 from flower_dp.audit import worst_case
 from flower_dp.audit.case import Case
-from flower_dp.clients.node_client import NodeClient
+from flower_dp.clients.node_client import HostingClient
 from flower_dp.core import checks
 from flower_dp.core.sampling import FixedSizeSampling, FullSampling, PoissonSampling, RoundRobinSampling, Sampler
 from flower_dp.methods import METHODS
@@ -24,35 +24,35 @@ from flower_dp.privacy.dp_fedpaq import FedPAQSteps
 from flower_dp.strategies import AdaptiveClip, DPStrategy
 
 CLIP_NORM = 1.0
-# Settings of a case, where it has no others.
+# Default settings of a case.
 _DEFAULTS: Mapping[str, Any] = {"clip_norm": CLIP_NORM, "epsilon": 8.0, "delta": 1e-3, "rounds": 1}
-# With shares of noise / n in the place of noise / sqrt(n), a participant among n clients meets noise that is sqrt(n) times too
-# small with the unit, and sqrt(n / 2) times without it: among two that is none at all without it, for the server adds its share.
+# If shares were noise / n, not noise / sqrt(n), a participant among n clients would meet noise that is too small by a factor of
+# sqrt(n) with the unit, and of sqrt(n / 2) without it. With two clients the second factor is 1: the server adds the unit's share.
 _SHARING = 4
 TRAINING = clients.Training(learning_rate=1.0, batch_size=1, loss=worst_case.loss)
 BLURS = replace(TRAINING, regularizers=(clients.BLUR(strength=0.1, bound=0.01),), sparsifier=clients.LUS(keep_ratio=0.5))
-# Settings that a strategy with one noised sum takes under the same name, if they are not empty.
+# Settings that a strategy with one noised sum takes under the same name, unless they are empty.
 _PASSED = ("keep_ratio", "quantization_levels", "mask", "random_ratio", "placement", "relation")
 
 
 def case_of(name: str, config: Mapping[str, Any]) -> Case:
     """Return the case of a run-config.
 
-    Everything that decides about noise, clip and sampling is the run's; what decides only how often and among how many is not:
-    two clients, or four that share the noise, and one round, for which the strategy makes a statement of its own. With fixed-size
-    sampling half of them are drawn. Budgets of clients are for that one round.
+    Everything that decides noise, clip and sampling is the run's. The numbers of clients and rounds are the case's: two clients,
+    or four that share the noise, and one round, for which the strategy makes its own statement. Fixed-size sampling selects half
+    of the clients. Budgets of clients are for that one round.
 
     Args:
-        name: of the run.
-        config: every setting of the app.
+        name: name of the run.
+        config: every setting of the app, by flat key.
 
     Raises:
         ValueError: for an unknown method, or if the run has no privacy.
     """
     method, label = checks.one_of("method", str(config["method"]), tuple(METHODS)), f"{name}, one round"
-    own = {key.removeprefix(f"{method}."): value for key, value in config.items() if key.startswith(f"{method}.")}
+    of_method = {key.removeprefix(f"{method}."): value for key, value in config.items() if key.startswith(f"{method}.")}
     common = {key: value for key, value in config.items() if "." not in key}
-    words = {key.replace("-", "_"): value for key, value in (common | own).items()}
+    words = {key.replace("-", "_"): value for key, value in (common | of_method).items()}
     if not math.isfinite(words["epsilon"] or words.get("paper_epsilon", 0.0)):
         raise ValueError(f"{label}: is not private, so there is nothing to audit")
     case: Case = METHODS[method].load("audit")(label, **words)
@@ -62,39 +62,40 @@ def case_of(name: str, config: Mapping[str, Any]) -> Case:
 def noised_sum(
     label: str, *, method: str | Callable[..., DPStrategy], top_k: bool = False, lossy: bool = False, **words: Any
 ) -> Case:
-    """Return the case of a method with one noised sum: two clients, one of which is the unit; four where they share the noise.
+    """Return the case of a method with one noised sum: two clients, one of which is the unit; four if clients share the noise.
 
-    Under add-or-remove-one the unit does not answer in the neighbouring input; where who answers may be known, it answers with an
-    update of zero, as the statement says. Under replace-one its update points into the opposite direction. A second client's
-    update, against the unit's, is the same in both, and those of further clients are zero. With sampling there is one round, and
-    all others' updates are that of the neighbouring input: then a cohort without the unit can't be told from it.
+    Under add-or-remove-one, the unit does not reply in the neighboring input. If adversaries may know who replies, it replies
+    with an update of zero, as the statement says. Under replace-one its update points in the opposite direction. A second
+    client's update, against the unit's, is the same in both inputs; those of further clients are zero. With sampling there is one
+    round, and all other clients send the unit's update of the neighboring input: then a cohort without the unit looks like that
+    input.
 
-    Clients that send the largest coordinates or the levels of their own noised updates are two in any case: each is protected by
-    its own share alone, and the noise of others would hide that. Without a trusted server all must answer, so that there are no
-    more shares than are charged.
+    If clients send the largest coordinates or the levels of their own noised updates, there are always two clients: each is
+    protected by its own share alone, and the noise of others would hide that. If the server does not complete the noise, all
+    clients must reply, so that there are no more shares than the charges assume.
 
     Args:
-        label: of the case.
-        method: its name, or a strategy that is no method of this package.
-        top_k: whether the largest coordinates are left of the noised sum or shares.
-        lossy: whether something else is left out after the noise.
-        words: all settings: `clip_norm` is the first one if it is adaptive; `noise_multiplier` counts unless there is an
-            `epsilon`, for all rounds of the settings; a `delta` of 0 is the default of as many clients as there are; `rounds` are
-            those of a run of the case, and with `stock` its clients are stock ones.
+        label: label of the case.
+        method: name of the method, or a strategy that is not a method of this package.
+        top_k: whether only the largest coordinates of the noised sum or shares are kept.
+        lossy: whether something else is dropped after the noise.
+        words: all settings. `clip_norm`: the initial one if the clip is adaptive. `noise_multiplier`: ignored if there is an
+            `epsilon`, which is for all rounds of the settings. `delta`: if 0, the default for `num_clients`. `rounds`: rounds of
+            a run of the case. `stock`: whether clients are stock clients.
 
     Raises:
         ValueError: if there is no noise.
     """
     words = {**_DEFAULTS, "epsilon": 0.0, "noise_multiplier": 0.4, "sampling": "full", **words}
     make: Callable[..., DPStrategy] = METHODS[method].load("strategy") if isinstance(method, str) else method
-    own = {key: words[key] for key in _PASSED if words.get(key)}
-    common = {"delta": words["delta"] or words["num_clients"] ** -1.1, **own}
-    # A strategy of somebody's own may have another default than DP-FedAvg, or no such argument: so one is asked.
-    one: Any = make(clip_norm=CLIP_NORM, noise_multiplier=1.0, sampling=FullSampling(), num_clients=2, **common)
-    central = one.rules.noise.placement == "central"
-    trusted, post_processed = central or words.get("trusted_server", True), top_k or lossy
+    passed = {key: words[key] for key in _PASSED if words.get(key)}
+    common = {"delta": words["delta"] or words["num_clients"] ** -1.1, **passed}
+    # A user's strategy may have another default placement than DP-FedAvg, or no such argument, so read it from an instance.
+    probe: Any = make(clip_norm=CLIP_NORM, noise_multiplier=1.0, sampling=FullSampling(), num_clients=2, **common)
+    central = probe.rules.noise.placement == "central"
+    trusted, post_processed = central or words.get("server_completes_noise", True), top_k or lossy
     if not central:
-        common |= {"trusted_server": trusted} if trusted else {"trusted_server": False, "min_reply_ratio": 1.0}
+        common |= {"server_completes_noise": trusted} if trusted else {"server_completes_noise": False, "min_reply_ratio": 1.0}
     clip_norm, noise_multiplier = words["clip_norm"], words["noise_multiplier"]
     if words["epsilon"]:  # the noise of the whole run
         of_run = {name: words[name] for name in ("clip_norm", "epsilon", "num_rounds", "num_clients")}
@@ -106,11 +107,11 @@ def noised_sum(
     sampling = _sampler({**words, "cohort_size": num_clients // 2})
     if isinstance(sampling, RoundRobinSampling):
         sampling = FullSampling()
-    clip = AdaptiveClip(initial=clip_norm, smallest=clip_norm / 1000, largest=clip_norm * 1000)
+    clip = AdaptiveClip(initial_clip_norm=clip_norm, min_clip_norm=clip_norm / 1000, max_clip_norm=clip_norm * 1000)
     common |= {"clip_norm": clip if words.get("clip_quantile") else clip_norm, "noise_multiplier": noise_multiplier}
-    training = BLURS if words.get("blur_strength") or words.get("update_keep_ratio", 1.0) < 1 else TRAINING
+    training = BLURS if words.get("blur_strength") or words.get("lus_keep_ratio", 1.0) < 1 else TRAINING
     full = isinstance(sampling, FullSampling)
-    replaced = own.get("relation") == "replace-one" or (not own.get("relation") and isinstance(sampling, FixedSizeSampling))
+    replaced = passed.get("relation") == "replace-one" or (not passed.get("relation") and isinstance(sampling, FixedSizeSampling))
     without = -1.0 if replaced else 0.0
     others = (-1.0, *(num_clients - 2) * (0.0,)) if full else (num_clients - 1) * (without,)
 
@@ -127,7 +128,7 @@ def noised_sum(
         client=None if words.get("stock") else client,
         present=(1.0, *others),
         absent=(without, *others),
-        silent=not replaced and (central or (trusted and not post_processed)),
+        drops_out=not replaced and (central or (trusted and not post_processed)),
         view="outsider" if central else "participant",
         num_rounds=words["rounds"] if full else 1,
         inputs=0.0 if top_k or training.sparsifier else 1.0,
@@ -136,7 +137,7 @@ def noised_sum(
 
 
 def dp_fedsam(label: str, **words: Any) -> Case:
-    """Return the case of DP-FedSAM's settings, whose noised sum or shares may be compressed."""
+    """Return the case of DP-FedSAM's settings; the noised sum or shares may be compressed."""
     top_k, lossy = words.get("keep_ratio", 1.0) < 1, bool(words.get("quantization_levels"))
     return noised_sum(label, top_k=top_k, lossy=lossy, **words)
 
@@ -153,24 +154,24 @@ def _sampler(words: Mapping[str, Any]) -> Sampler:
 def _local(
     label: str, method: str, recipe: Mapping[str, Any], strategy: Mapping[str, Any], *, without: float = -1.0, **words: Any
 ) -> Case:
-    """Return the case of a method whose messages are private one by one: one client, whose messages the server sees.
+    """Return the case of a method with local DP: one client, whose messages the server sees.
 
     Args:
-        label: of the case.
-        method: the method's name.
-        recipe: arguments of the client's recipe, which is made once, when the first client is: it may calibrate its noise.
+        label: label of the case.
+        method: name of the method.
+        recipe: arguments of the client's recipe. It is made once, with the first client, since it may calibrate its noise.
         strategy: arguments of the strategy.
-        without: what the unit pushes in the neighbouring input: -1 where it is replaced, 0 where it is left out.
-        words: of `Case`.
+        without: push of the unit in the neighboring input: -1 if the unit is replaced, 0 if it is left out.
+        words: arguments of `Case`.
     """
     made = cache(lambda: METHODS[method].load("recipe")(**recipe))
 
-    def client(**node: Any) -> NodeClient:
+    def client(**node: Any) -> HostingClient:
         return clients.LocalDPClient(**node, recipe=made(), device="cpu")
 
     def server() -> DPStrategy:
-        made: DPStrategy = METHODS[method].load("strategy")(**strategy, num_clients=1)
-        return made
+        instance: DPStrategy = METHODS[method].load("strategy")(**strategy, num_clients=1)
+        return instance
 
     inputs = {"present": (1.0,), "absent": (without,), "view": "server"}
     return Case(label=label, method=method, strategy=server, client=client, **inputs, **words)  # type: ignore[arg-type]
@@ -185,15 +186,15 @@ def fedsgd_dpc(label: str, *, method: str = "fedsgd-dpc", **words: Any) -> Case:
     shared |= {"num_records": 1, "num_replies": words["rounds"]}
     recipe, strategy = {**shared, "loss": worst_case.loss}, {**shared, "cohort_size": 1, "learning_rate": 1.0}
     without = -1.0 if words["relation"] == "replace-one" else 0.0
-    # In L1 the worst change is that of one coordinate.
+    # In L1 norm the worst change is on one coordinate.
     return _local(label, method, recipe, strategy, num_rounds=words["rounds"], without=without, inputs=0.0 if laplace else 1.0)
 
 
 def local_steps(label: str, *, method: str = "dp-fedpaq", **words: Any) -> Case:
     """Return the case of the settings of DP-FedPAQ or SCAFFOLD.
 
-    With an update clip it is one that a single record can reach, in two local steps. The other proofs of the sensitivity have
-    the clip of records alone: in one step a record reaches what they prove.
+    A single record can reach the update clip, if there is one, in two local steps. The other proofs of the sensitivity rest on
+    the clip of records alone: a record reaches their bound in one step.
     """
     words = {**_DEFAULTS, "sensitivity": "clip-update", "quantization_levels": 0, **words}
     rate, clip_norm, sensitivity = 0.5, words["clip_norm"], words["sensitivity"]
@@ -201,12 +202,12 @@ def local_steps(label: str, *, method: str = "dp-fedpaq", **words: Any) -> Case:
     steps = FedPAQSteps(
         learning_rate=rate,
         num_local_steps=2 if clipped else 1,
-        # Of one record alone, the bound on the whole sum under convex-glm would hide that a clip is missing.
+        # With one record, the bound on the whole sum under convex-glm would hide a missing clip.
         batch_size=8 if convex else 1,
         clip_norm=clip_norm,
         sensitivity=sensitivity,
         update_clip_norm=rate * clip_norm if clipped else None,
-        smoothness=2 / rate if convex else None,  # of the squared error of features up to 1, with a bias
+        smoothness=2 / rate if convex else None,  # smoothness of the squared error for features up to 1, with a bias
         decay_iterations=None,
     )
     levels, size = words["quantization_levels"], steps.num_records
@@ -217,7 +218,7 @@ def local_steps(label: str, *, method: str = "dp-fedpaq", **words: Any) -> Case:
 
 
 def dp_pasgd(label: str, *, method: str = "dp-pasgd", **words: Any) -> Case:
-    """Return the case of DP-PASGD's settings; with one local step it is DP-SGD."""
+    """Return the case of DP-PASGD's settings, which is DP-SGD if there is one local step."""
     words = {**_DEFAULTS, "batch_sampling": "fixed-size", **words}
     num_records = 2 if words["batch_sampling"] == "poisson" else 1
     shared = _some(words, "clip_norm", "epsilon", "delta", "num_local_steps", "batch_sampling")
@@ -227,7 +228,7 @@ def dp_pasgd(label: str, *, method: str = "dp-pasgd", **words: Any) -> Case:
 
 
 def nbafl(label: str, *, method: str = "nbafl", **words: Any) -> Case:
-    """Return the case of NbAFL's settings: the unit is the client. With the paper's epsilon, the proved one is audited."""
+    """Return the case of NbAFL's settings, with the client as unit. With the paper's epsilon, audit the proved one."""
     words = {**_DEFAULTS, "paper_epsilon": 0.0, **words}
     rounds, paper = words["rounds"], None if words["epsilon"] else words["paper_epsilon"]
     shared = _some(words, "clip_norm", "delta") | {"epsilon": words["epsilon"] or None, "paper_epsilon": paper}

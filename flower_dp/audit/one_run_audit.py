@@ -1,4 +1,4 @@
-"""The one-run audit of a run of flower-dp's app: real data, real training, canaries among clients or records."""
+"""The one-run audit of a run of flower-dp's app, with real data, real training, and canaries among clients or records."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -24,19 +24,19 @@ _REPLIES = "every client's replies, and the model of every round"
 def audit_run(
     run_config: Mapping[str, values.Value], *, num_canaries: int, confidence: float = 0.95, seed: int | None = None
 ) -> one_run.OneRunAudit:
-    """Run the settings once in this process, with canaries in the place of clients or records, and bound epsilon from below.
+    """Run the settings once in this process, with canaries in place of clients or records, and bound epsilon from below.
 
-    What a method protects decides what the canaries are: clients where the noise is on the sum of updates, records where every
-    message is private. Sizes of population and clients stay what they are, so the claim is that of the run without canaries.
+    The canaries are clients if the noise is on the sum of updates, and records if every message is private. The sizes of
+    population and clients do not change, so the claim is that of the run without canaries.
 
     Args:
         run_config: every setting of flower-dp's app, by flat key.
-        num_canaries: how many; at most as many as there are clients, or records.
-        confidence: of the bound.
-        seed: of places, canaries and coins; None for the operating system's entropy. Noise and sampling never follow from it.
+        num_canaries: number of canaries, from 2 to the number of clients, or records.
+        confidence: confidence of the bound, in (0, 1).
+        seed: seed of places, canaries and coins, never of noise or sampling; None for the operating system's entropy.
 
     Raises:
-        ValueError: for invalid settings, a method or relation without canaries, or more canaries than there is room for.
+        ValueError: for invalid settings, a method or relation without canaries, or more canaries than clients or records.
 
     Example:
         >>> from flower_dp.audit.one_run_audit import audit_run
@@ -47,19 +47,19 @@ def audit_run(
     """
     checks.integer("num_canaries", num_canaries, at_least=2)
     checks.number("confidence", confidence, above=0, below=1)
-    run = apps.own_module("methods").Run.of(run_config)
+    run = apps.own_module("methods").ParsedRunConfig.of(run_config)
     canaries = METHODS[run.settings.method].canaries
     if not canaries:
         others = ", ".join(name for name, method in METHODS.items() if method.canaries)
-        raise ValueError(f"method={run.settings.method!r}: has no canaries; {others} have")
+        raise ValueError(f"method={run.settings.method!r}: has no canaries; must be one of {others}")
     clients = apps.own_module("records").deal(apps.own_module("records").config_of(run_config)).clients
     strategy: DPStrategy = run.strategy(lambda: {name: len(records) for name, records in clients.items()})
     choices, plant = one_run.coins(num_canaries, seed), _clients if canaries == "clients" else _records
     planted = plant(run, strategy, clients, choices, np.random.default_rng(seed))
     strategy.start(planted.grid, model_arrays(run.model()), num_rounds=run.settings.num_rounds, evaluate_fn=planted.watch)
-    lacks = replace(strategy.missing, declined=0)  # canaries that are not there decline
-    if lacks.total:
-        raise ValueError(f"the run is not what was to be audited: it lacks updates, {lacks}")
+    missing = replace(strategy.missing, declined=0)  # absent canaries decline
+    if missing.total:
+        raise ValueError(f"the run lacks updates, so it is not the run to audit: {missing}")
     statement = strategy.statement
     words: dict[str, Any] = {"unit": planted.unit, "sees": planted.sees, "relation": statement.relation}
     words |= {"claimed": statement.epsilon, "delta": statement.delta, "confidence": confidence}
@@ -67,7 +67,7 @@ def audit_run(
 
 
 class _Planted(NamedTuple):
-    """Clients with canaries among them, and what the auditor makes of their run."""
+    """Clients with canaries among them, and the auditor's observation and scores of their run."""
 
     grid: LocalGrid
     watch: Callable[[int, ArrayRecord], None]
@@ -88,8 +88,8 @@ def _clients(run: Any, strategy: DPStrategy, clients: Any, choices: np.ndarray, 
     def watch(server_round: int, arrays: ArrayRecord) -> None:
         models.append(wire.Model.of(arrays).vector)
 
-    cohort = rules.release.expected_cohort
-    # Where others' parts in a round tell nothing of a canary's, the auditor may know them.
+    cohort = rules.release.expected_cohort_size
+    # The auditor may know the other clients' updates if their parts in a round reveal nothing of a canary's part.
     apart = isinstance(rules.release.sampler, sampling.PoissonSampling | sampling.FullSampling)
 
     def scores() -> np.ndarray:
@@ -105,8 +105,8 @@ def _records(run: Any, strategy: DPStrategy, clients: Any, choices: np.ndarray, 
     labels, clip_norm = sorted(set(run.task().train_labels.tolist())), run.own.clip_norm
     canaries = planted(clients, choices, labels=labels, clip_norm=clip_norm, rng=rng)
     sizes = {name: len(records) for name, records in clients.items()}
-    own = {name: {name: canaries[name].records if name in canaries else records} for name, records in clients.items()}
-    hosts = [run.client(run.model(), hosted, lambda: sizes) for hosted in own.values()]
+    records_by_node = {name: {name: canaries[name].records if name in canaries else records} for name, records in clients.items()}
+    hosts = [run.client(run.model(), hosted, lambda: sizes) for hosted in records_by_node.values()]
     grid = LocalGrid(client_app(lambda context: hosts[int(context.node_config["partition-id"])]), len(hosts))
     model, recipe = FlatModel(run.model()), hosts[0].recipe
     names, drift = dict(zip(grid.get_node_ids(), clients, strict=True)), isinstance(recipe, ScaffoldRecipe)

@@ -1,6 +1,6 @@
-"""Client canaries: clients whose update is a random direction as long as the clip allows, for methods that protect clients.
+"""Client canaries: clients with a random update as long as the clip allows, for methods that protect clients.
 
-A canary takes the place of one of the population's own clients, so that sampling rates and claim are those of the run without it.
+A canary replaces a client of the population, so that sampling rates and claim are those of the run without the canary.
 Directions as in Andrew et al. 2023, "One-shot empirical privacy estimation for federated learning".
 """
 
@@ -13,25 +13,25 @@ import torch
 from torch import Tensor
 
 from flower_dp.clients import DPClient
-from flower_dp.clients.answering import Work
-from flower_dp.clients.reasons import Declined
-from flower_dp.clients.reply.pipeline import Job, Train, Trained
+from flower_dp.clients.answering import NodeWork
+from flower_dp.clients.refusal_messages import Declined
+from flower_dp.clients.reply.pipeline import ClientJob, Train, Trained
 from flower_dp.core import checks
 from flower_dp.core.clipping import clip_l2
 from flower_dp.wire import Instruction
 
-# An update is so many times its clip norm: the real clip makes a canary of it.
+# Length of an update in clip norms: the real clip shortens it to a canary.
 _BEFORE_THE_CLIP = 10.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClientCanaries:
-    """Canaries by the names of the clients whose places they take.
+    """Canaries by the names of the clients that they replace.
 
     Attributes:
-        names: of the clients [m].
+        names: names of these clients [m].
         directions: unit vectors [m, d], float32.
-        contributions: of every canary in this run [m]: 1, -1, or 0 for a client that is not there: it never answers.
+        contributions: contribution of every canary to this run [m]: 1, -1, or 0 for an absent client, which never replies.
     """
 
     names: tuple[str, ...]
@@ -44,15 +44,16 @@ class ClientCanaries:
     ) -> "ClientCanaries":
         """Draw places and directions.
 
-        The two values of a coin are neighbours by `relation`. Add-or-remove-one: the canary or nobody; the sum moves by the clip
-        norm. Replace-one: the canary or its negative; it moves by twice that, the claim's whole sensitivity.
+        The two values of a coin are neighbors under `relation`. Add-or-remove-one: the canary or no client; the sum changes by
+        the clip norm. Replace-one: the canary or its negative; the sum changes by twice the clip norm, the claim's whole
+        sensitivity.
 
         Args:
-            population: the names of all clients.
-            choices: the coins [m], +1 or -1.
-            relation: the claim's.
-            dimension: of an update.
-            rng: not that of the run's noise.
+            population: names of all clients.
+            choices: coins [m], +1 or -1.
+            relation: neighboring relation of the claim.
+            dimension: size of an update.
+            rng: generator, not that of the run's noise.
 
         Raises:
             ValueError: if there are fewer clients than coins.
@@ -66,7 +67,7 @@ class ClientCanaries:
         return cls(names=names, directions=directions, contributions=choices if both else (choices + 1) // 2)
 
     def updates(self, clip_norm: float) -> dict[str, np.ndarray | None]:
-        """Return every canary's update [d] before the clip; None of one that is not there."""
+        """Return every canary's update [d] before the clip; None for an absent canary."""
         length = _BEFORE_THE_CLIP * clip_norm
         return {
             name: (length * sign * direction).astype(np.float32) if sign else None
@@ -76,23 +77,25 @@ class ClientCanaries:
     def score(
         self, models: Sequence[np.ndarray], *, others: Sequence[np.ndarray | float], scales: Sequence[float], sampling_rate: float
     ) -> np.ndarray:
-        """Return how likely the first value of every coin is, from all released models: a log-likelihood ratio [m].
+        """Return the log-likelihood ratio [m] of the first value of every coin, given all released models.
 
-        In a round a canary's inner product with the change of the model, over `scale`, is its contribution with probability
-        `sampling_rate`, else 0, plus noise that is about Gaussian. Its standard deviation is estimated over the canaries, most of
-        which contribute 0.
+        In a round, a canary's inner product with the model's change, divided by `scale`, is its contribution with probability
+        `sampling_rate`, else 0, plus noise that is about Gaussian. The noise's standard deviation is estimated over the canaries,
+        most of which contribute 0.
 
         Args:
-            models: the initial model and those of every round [d].
-            others: what all other clients have contributed to the sum of every round [d], over the clip norm; 0.0 if unknown.
-            scales: by how much one contribution changes the model of a round: clip norm / expected cohort.
-            sampling_rate: with which a client takes part in a round.
+            models: initial model and the model of every round [d].
+            others: sum of all other clients' updates in every round [d], divided by the clip norm; 0.0 if unknown.
+            scales: change of the model per contribution, by round: clip norm / expected cohort size.
+            sampling_rate: probability that a client takes part in a round.
         """
         paired = bool((self.contributions < 0).any())
         total = np.zeros(len(self.names))
         for before, after, known, scale in zip(models[:-1], models[1:], others, scales, strict=True):
             change = (after - before).astype(np.float64) / scale
-            change -= np.where(change == 0, 0.0, known)  # where a mask or a selection leaves nothing, it leaves nothing of others
+            change -= np.where(
+                change == 0, 0.0, known
+            )  # a coordinate that a mask or a selection has dropped has nothing of the others either
             seen = self.directions @ change
             seen -= np.median(seen) if sampling_rate < 0.5 else 0.0
             variance = max(1.4826 * float(np.median(np.abs(seen))), 1e-3) ** 2
@@ -102,23 +105,23 @@ class ClientCanaries:
 
 
 def _mixture(seen: np.ndarray, variance: float, rate: float) -> np.ndarray:
-    """Return log((1 - rate) + rate exp((seen - 1/2) / variance)): of a contribution of 1 with this rate, against 0."""
+    """Return log((1 - rate) + rate exp((seen - 1/2) / variance)): a contribution of 1 with this rate, against 0."""
     exponent = (seen - 0.5) / variance
     if rate >= 1:
         return exponent
-    found: np.ndarray = np.logaddexp(np.log1p(-rate), np.log(rate) + exponent)
-    return found
+    ratio: np.ndarray = np.logaddexp(np.log1p(-rate), np.log(rate) + exponent)
+    return ratio
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CanaryUpdates:
-    """Local training in which some clients' rows are given: everything from the clip on is the method's own.
+    """Local training with given rows for some clients; from the clip on, everything is the method's own.
 
     Attributes:
-        train: of all other clients.
-        given: rows [d] by client, None for no reply at all; what the pipeline adds behind a row is 0 before the clip.
-        length: of a row.
-        see: called with the row [length] of every other client.
+        train: training of all other clients.
+        given: rows [d] by client; None for no reply. Entries that the pipeline appends to a row are 0 before the clip.
+        length: length of a row.
+        see: function called with the row [length] of every other client.
     """
 
     train: Train
@@ -126,17 +129,17 @@ class CanaryUpdates:
     length: int
     see: Callable[[Tensor], None]
 
-    def rows(self, vector: Tensor, jobs: Sequence[Job]) -> Iterator[Trained]:
+    def rows(self, vector: Tensor, jobs: Sequence[ClientJob]) -> Iterator[Trained]:
         """Yield every client's row [length] and training loss, or its error, in order."""
         trained = iter(self.train.rows(vector, [job for job in jobs if job.name not in self.given]))
         for job in jobs:
             if job.name not in self.given:
-                one = next(trained)
-                if not isinstance(one, Exception):
-                    self.see(one[0])
-                yield one
+                result = next(trained)
+                if not isinstance(result, Exception):
+                    self.see(result[0])
+                yield result
             elif (update := self.given[job.name]) is None:
-                yield Declined("this canary is not there")
+                yield Declined("this canary is absent")
             else:
                 row = torch.zeros(self.length, dtype=vector.dtype, device=vector.device)
                 row[: vector.numel()] = torch.from_numpy(update).to(vector.device)
@@ -144,24 +147,24 @@ class CanaryUpdates:
 
 
 class CanaryClient(DPClient):
-    """A client of client-level methods, some of whose hosted clients are canaries.
+    """A client of client-level methods that hosts canaries among its clients.
 
     Attributes:
-        others: the sum of the clipped updates of all clients that are no canaries, by round [d].
+        others: sum of the clipped updates of all clients that are not canaries, by round [d].
 
     Args:
-        like: the real client, whose recipe, policy and engine it has.
-        canaries: their updates before the clip by name, None for no reply.
+        like: real client, whose recipe, policy and engine are used.
+        canaries: updates of canaries before the clip, by name; None for no reply.
     """
 
     def __init__(self, like: DPClient, canaries: Mapping[str, np.ndarray | None]) -> None:
-        same = ("clients", "training", "policy", "seed", "engine", "group_size", "metrics")
-        own = {name: getattr(like, name) for name in same}
-        super().__init__(model=like.model.module, device=like.model.device, **own)
+        names = ("clients", "training", "policy", "seed", "training_engine", "group_size", "metrics")
+        arguments = {name: getattr(like, name) for name in names}
+        super().__init__(model=like.model.module, device=like.model.device, **arguments)
         self._canaries = dict(canaries)
         self.others: dict[int, np.ndarray] = {}
 
-    def _work(self, vector: Tensor, instruction: Instruction) -> Work:
+    def _work(self, vector: Tensor, instruction: Instruction) -> NodeWork:
         work = super()._work(vector, instruction)
         ask = instruction.ask
         if ask.metrics is not None:

@@ -1,7 +1,7 @@
-"""Record canaries: made-up records in the place of clients' own, for methods that protect records and whose messages are private.
+"""Record canaries: synthetic records in place of clients' own, for methods that protect records and whose messages are private.
 
-A coin chooses a canary's inputs: x or -x, under one label. The two gradients are about opposite, and longer than the clip: a
-replaced record can't change a clipped sum by more.
+A coin chooses a canary's inputs: x or -x, under one label. The two gradients are about opposite, and longer than the clip: no
+replaced record can change a clipped sum by more.
 """
 
 import math
@@ -25,8 +25,8 @@ from flower_dp.simulation.local_grid import Sent
 from flower_dp.wire import Instruction
 
 Random = np.random.Generator
-# The length of a canary's inputs in clip norms: the gradient is longer than the clip. Much longer inputs would be fitted at once,
-# by chance, and have no gradient then.
+# Length of a canary's inputs in clip norms, so that the gradient is longer than the clip. The model would fit much longer inputs
+# at once, by chance, and then they would have no gradient.
 _LENGTH = 3.0
 _CHUNK = 200
 
@@ -36,10 +36,10 @@ class RecordCanaries:
     """One client's canaries.
 
     Attributes:
-        coins: which coins of the audit [k].
-        records: the client's records with the canaries among them.
-        inputs: x of the canaries [k, ...], as the model takes them.
-        labels: [k].
+        coins: indices [k] of the audit's coins.
+        records: records of the client, with the canaries among them.
+        inputs: inputs x of the canaries [k, ...], as the model takes them.
+        labels: labels of the canaries [k].
     """
 
     coins: np.ndarray
@@ -51,14 +51,14 @@ class RecordCanaries:
 def planted(
     clients: Mapping[str, TensorRecords], choices: np.ndarray, *, labels: Sequence[int], clip_norm: float, rng: Random
 ) -> dict[str, RecordCanaries]:
-    """Put canaries in the place of clients' records; how many records a client has, and so the claim, stays what it is.
+    """Replace clients' records by canaries. The number of records of each client, and so the claim, does not change.
 
     Args:
-        clients: their own records; the coins are dealt to them in turn.
-        choices: the coins [m], +1 or -1.
-        labels: of the task.
+        clients: records of every client; the coins are dealt to the clients in turn.
+        choices: coins [m], +1 or -1.
+        labels: labels of the task.
         clip_norm: L2 bound of a record's gradient.
-        rng: not that of the run's noise.
+        rng: generator, not that of the run's noise.
 
     Raises:
         ValueError: if the clients have fewer records than there are coins, or their inputs are several tensors.
@@ -69,29 +69,29 @@ def planted(
     # The first place of every client, then the second of those that have two, and so on.
     places = sorted((place, name) for name, size in sizes.items() for place in range(size))
     owners = [name for _, name in places[: len(choices)]]
-    dealt = {name: np.array([coin for coin, one in enumerate(owners) if one == name]) for name in dict.fromkeys(owners)}
+    dealt = {name: np.array([coin for coin, owner in enumerate(owners) if owner == name]) for name in dict.fromkeys(owners)}
 
-    def among(records: TensorRecords, own: np.ndarray) -> RecordCanaries:
-        inputs, targets = (one.clone() for one in records.batch(torch.arange(len(records)), torch.device("cpu")))
-        signs = torch.from_numpy(2 * rng.integers(0, 2, (len(own), *inputs.shape[1:])) - 1).to(inputs.dtype)
-        made = signs * (_LENGTH * clip_norm / math.sqrt(signs[0].numel()))
-        under = torch.from_numpy(rng.choice(np.asarray(labels), len(own))).to(targets.dtype)
-        places = torch.from_numpy(rng.permutation(len(records))[: len(own)])
-        coin = torch.from_numpy(choices[own]).to(inputs.dtype).view(-1, *[1] * (inputs.ndim - 1))
-        inputs[places], targets[places] = coin * made, under
-        return RecordCanaries(coins=own, records=TensorRecords(inputs=inputs, targets=targets), inputs=made, labels=under)
+    def among(records: TensorRecords, coins: np.ndarray) -> RecordCanaries:
+        inputs, targets = (tensor.clone() for tensor in records.batch(torch.arange(len(records)), torch.device("cpu")))
+        signs = torch.from_numpy(2 * rng.integers(0, 2, (len(coins), *inputs.shape[1:])) - 1).to(inputs.dtype)
+        x = signs * (_LENGTH * clip_norm / math.sqrt(signs[0].numel()))
+        new_labels = torch.from_numpy(rng.choice(np.asarray(labels), len(coins))).to(targets.dtype)
+        places = torch.from_numpy(rng.permutation(len(records))[: len(coins)])
+        values = torch.from_numpy(choices[coins]).to(inputs.dtype).view(-1, *[1] * (inputs.ndim - 1))
+        inputs[places], targets[places] = values * x, new_labels
+        return RecordCanaries(coins=coins, records=TensorRecords(inputs=inputs, targets=targets), inputs=x, labels=new_labels)
 
-    return {name: among(clients[name], own) for name, own in dealt.items()}
+    return {name: among(clients[name], coins) for name, coins in dealt.items()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replies:
-    """What clients have sent, as their server sees it: noised updates along their own gradients.
+    """Clients' messages as the server sees them: noised updates along the clients' own gradients.
 
     Attributes:
-        names: of the one client of every node.
-        drift: the steps of SCAFFOLD, whose updates have public control variates in them; None for no such.
-        kept: the control variates of clients so far.
+        names: name of the one client of every node.
+        drift: steps of SCAFFOLD, whose updates contain public control variates; None for other methods.
+        kept: current control variates by client.
     """
 
     names: Mapping[int, str]
@@ -106,7 +106,7 @@ class Replies:
         """
         found = {}
         for node, sent in exchanged.items():
-            with suppress(RuntimeError):  # it has sent none
+            with suppress(RuntimeError):  # its reply has no row
                 found[self.names[node]] = row_of(sent)
         return {name: self._own(name, *one) for name, one in found.items()}
 
@@ -123,14 +123,14 @@ class Replies:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordScores:
-    """Scores of record canaries: inner products of clients' rows with the clipped gradients of x and of -x.
+    """The scores of record canaries: inner products of clients' rows with the clipped gradients of x and of -x.
 
     Attributes:
-        canaries: by client.
-        model: of the task; its weights are overwritten.
-        loss: of training.
+        canaries: canaries by client.
+        model: model of the task; its weights are overwritten.
+        loss: loss of training.
         clip_norm: L2 bound of a record's gradient.
-        scores: so far [m]; the higher, the likelier is x.
+        scores: current scores [m]; the higher, the likelier x.
     """
 
     canaries: Mapping[str, RecordCanaries]
@@ -140,21 +140,21 @@ class RecordScores:
     scores: np.ndarray
 
     def see(self, vector: np.ndarray, name: str, row: np.ndarray) -> None:
-        """Add one reply [d] to a model [d].
+        """Add the scores of one reply [d] to a model [d].
 
-        A row is an update, against the gradients. Its length is that of its noise, more or less: over it, the rounds of a
+        A row is an update, against the gradients. Its length is about that of its noise. Divided by its length, the rounds of a
         shrinking step size count alike.
         """
         length = float(np.linalg.norm(row))
         if name not in self.canaries or not length:
             return
-        own, back = self.canaries[name], torch.from_numpy(-row.astype(np.float64) / length)
+        canaries, back = self.canaries[name], torch.from_numpy(-row.astype(np.float64) / length)
         self.model.vector.copy_(torch.from_numpy(vector))
-        found = []
-        for inputs, labels in zip(torch.split(own.inputs, _CHUNK), torch.split(own.labels, _CHUNK), strict=True):
+        differences = []
+        for inputs, labels in zip(torch.split(canaries.inputs, _CHUNK), torch.split(canaries.labels, _CHUNK), strict=True):
             products = []
             for side in (inputs, -inputs):
                 gradients, _ = record_gradients(self.model, side, labels, loss=self.loss)
                 products.append(clip_l2(gradients, self.clip_norm).to(torch.float64) @ back)
-            found.append(products[0] - products[1])
-        self.scores[own.coins] += torch.cat(found).numpy()
+            differences.append(products[0] - products[1])
+        self.scores[canaries.coins] += torch.cat(differences).numpy()

@@ -1,8 +1,8 @@
-"""The worst case that clip and noise must hide: two parameters, and records that push them as far as a sign says.
+"""The worst case that clip and noise must hide: two parameters, and records that push them by a sign.
 
-The loss of a record is its target times the model's output, whose gradient is the target times (input, 1): as large as wanted and
-the same at all weights. With input 1 both parameters are pushed alike, so an update is longer than each of its arrays; with input
-0 the bias alone is.
+The loss of a record is its target times the model's output. Its gradient is the target times (input, 1): of any size, and the
+same at all weights. Input 1 pushes both parameters alike, so an update is longer than each of its arrays; input 0 pushes the bias
+alone.
 """
 
 from collections.abc import Callable
@@ -21,10 +21,10 @@ _LARGE = 1e6
 
 def model() -> nn.Module:
     """Return a linear model of one weight and one bias, both 0: two arrays."""
-    made = nn.Linear(1, 1)
-    nn.init.zeros_(made.weight)
-    nn.init.zeros_(made.bias)
-    return made
+    module = nn.Linear(1, 1)
+    nn.init.zeros_(module.weight)
+    nn.init.zeros_(module.bias)
+    return module
 
 
 def loss(outputs: Tensor, targets: Tensor) -> Tensor:
@@ -33,12 +33,12 @@ def loss(outputs: Tensor, targets: Tensor) -> Tensor:
 
 
 def records(push: float, *, size: int, inputs: float) -> TensorRecords:
-    """Return records whose first pushes the parameters by the sign of `push` (0: nowhere), and whose others push nowhere.
+    """Return records, the first of which pushes the parameters by the sign of `push`; the others push nowhere.
 
     Args:
-        push: training moves the parameters into this direction.
-        size: how many records.
-        inputs: 1 or 0, see above.
+        push: direction in which training moves the parameters, -1, 0 or 1.
+        size: number of records.
+        inputs: input of every record, 1 or 0, see above.
     """
     targets = torch.zeros(size)
     targets[0] = -_LARGE * push
@@ -46,15 +46,15 @@ def records(push: float, *, size: int, inputs: float) -> TensorRecords:
 
 
 def direction(inputs: float) -> np.ndarray:
-    """Return what training pushes [d], in the order of the model's arrays: weight, bias."""
+    """Return the direction [d] in which training pushes weight and bias, in the order of the model's arrays."""
     return np.array([inputs, 1.0])
 
 
 def stock_app(push: Callable[[Context], float]) -> ClientApp:
-    """Return an app as Flower's own templates write it, which knows nothing of this package: it replies with its trained model.
+    """Return a stock Flower app, which knows nothing of this package and replies with its trained model.
 
     Args:
-        push: of a node.
+        push: function that returns the push of a node.
     """
     app = ClientApp()
 

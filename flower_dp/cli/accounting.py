@@ -1,4 +1,4 @@
-"""The epsilon of given noise, and the noise for a given epsilon, of a run or of releases: flower-dp epsilon | calibrate."""
+"""Commands flower-dp epsilon and calibrate: the epsilon of given noise, and the noise for a given epsilon."""
 
 import json
 import math
@@ -8,17 +8,17 @@ import click
 import typer
 
 from flower_dp.cli.options import AsJson, Settings, given, refuse, refusing
-from flower_dp.core.words import digits_in_words, finite_or_none
+from flower_dp.core.formatting import finite_or_none, format_rounded_up
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from flower_dp.privacy.selection import NumberOfRuns
+    from flower_dp.privacy.selection import RunCountLaw
 
 # In the order of a statement.
 _ADVERSARIES = ("outsiders", "participants", "the server")
-_NOT_OF_RELEASES = ("target", "setting", "as_json", "best_of", "best_of_shape")
-# Where the number of clients isn't known: of fewer than a hundred clients nobody expects privacy at such a delta.
+_NOT_OF_RELEASES = ("target", "setting", "as_json", "best_of_mean", "best_of_shape")
+# If the number of clients is unknown, warn from this delta on: it is below 1 / n only for n < 100 clients.
 _LARGE_DELTA = 0.01
 _LABELS = {
     "num_rounds": "rounds",
@@ -42,20 +42,18 @@ Sampling = Annotated[
     str,
     typer.Option(
         click_type=click.Choice(("full", "poisson", "fixed-size", "round-robin")),
-        help="How the clients of a round are chosen; full: all take part.",
+        help="How the clients of a round are sampled; full: all clients take part.",
     ),
 ]
-SamplingRate = Annotated[
-    float | None, typer.Option(help="poisson: the probability with which each client takes part in a round.")
-]
-CohortSize = Annotated[int | None, typer.Option(help="fixed-size, round-robin: clients in a round.")]
-NumClients = Annotated[int | None, typer.Option(help="fixed-size, round-robin: clients in all.")]
+SamplingRate = Annotated[float | None, typer.Option(help="poisson: probability that a client takes part in a round, in (0, 1].")]
+CohortSize = Annotated[int | None, typer.Option(help="fixed-size, round-robin: number of clients per round.")]
+NumClients = Annotated[int | None, typer.Option(help="fixed-size, round-robin: number of all clients.")]
 Delta = Annotated[float | None, typer.Option(help="Delta of the guarantee; 0 (laplace only) for pure epsilon.")]
 RelationOption = Annotated[
     str | None,
     typer.Option(
         click_type=click.Choice(RELATIONS),
-        help="Which data sets are neighbours. Default: add-or-remove-one; with fixed-size replace-one.",
+        help="Neighboring relation of data sets. Default: add-or-remove-one; with fixed-size replace-one.",
     ),
 ]
 RunTarget = Annotated[
@@ -63,8 +61,8 @@ RunTarget = Annotated[
     typer.Argument(
         metavar="[PRESET | TASK | METHOD | APP_DIR]",
         help=(
-            "A run of this preset, task or app, or of this method with its defaults, with all settings. "
-            "Default: the options' releases."
+            "Compute for the run of this preset, task or app, or of this method with its default settings. "
+            "Default: for the releases that the options describe."
         ),
     ),
 ]
@@ -72,11 +70,13 @@ BestOf = Annotated[
     float | None,
     typer.Option(
         metavar="MEAN",
-        help="Also of the best of K such runs, K random with this mean and secret, against those who see that run alone.",
+        help="Also give the epsilon of the best of K such runs, against those who see that run alone; K is secret, and random "
+        "with this mean.",
     ),
 ]
 BestOfShape = Annotated[
-    float, typer.Option(help="Of K: 0 logarithmic, 1 geometric, others truncated negative binomial, inf Poisson.")
+    float,
+    typer.Option(help="Shape of the law of K: 0 logarithmic, 1 geometric, others truncated negative binomial, inf Poisson."),
 ]
 
 
@@ -90,20 +90,20 @@ def epsilon(
     sampling_rate: SamplingRate = None,
     cohort_size: CohortSize = None,
     num_clients: NumClients = None,
-    num_rounds: Annotated[int, typer.Option(help="Releases in all, one a round.")] = 1,
+    num_rounds: Annotated[int, typer.Option(help="Number of releases, one per round.")] = 1,
     delta: Delta = None,
     relation: RelationOption = None,
-    best_of: BestOf = None,
+    best_of_mean: BestOf = None,
     best_of_shape: BestOfShape = 1.0,
     as_json: AsJson = False,
 ) -> None:
-    """Compute the epsilon of a whole run: the one that the statement of the run will give, or that of the options' releases."""
-    number = _number_of_runs(best_of, best_of_shape)
-    if _is_run(target, {"target", "setting", "as_json", "best_of", "best_of_shape"}):
+    """Compute the epsilon of a whole run, as its statement will give it, or of the releases that the options describe."""
+    number = _number_of_runs(best_of_mean, best_of_shape)
+    if _is_run(target, {"target", "setting", "as_json", "best_of_mean", "best_of_shape"}):
         _answer_of_run(target, setting or [], None, as_json=as_json, number=number)
         return
     if noise_multiplier is None:
-        refuse("--noise-multiplier is missing; or name a preset, a task, a method or the folder of an app")
+        refuse("--noise-multiplier: is missing; give it, or name a preset, a task, a method or the folder of an app")
     _answer(number)
 
 
@@ -118,17 +118,17 @@ def calibrate(
     sampling_rate: SamplingRate = None,
     cohort_size: CohortSize = None,
     num_clients: NumClients = None,
-    num_rounds: Annotated[int | None, typer.Option(help="Releases in all, one a round.")] = None,
+    num_rounds: Annotated[int | None, typer.Option(help="Number of releases, one per round.")] = None,
     delta: Delta = None,
     relation: RelationOption = None,
     as_json: AsJson = False,
 ) -> None:
-    """Compute the least noise multiplier for an epsilon: of a run, as its statement will give it, or of the options' releases.
+    """Compute the smallest noise multiplier for an epsilon, of a run as its statement gives it, or of the options' releases.
 
-    With --noise-multiplier it computes the most releases instead.
+    With --noise-multiplier, compute the largest number of releases instead.
     """
     if epsilon is None:
-        refuse("--epsilon is missing")
+        refuse("--epsilon: is missing")
     if _is_run(target, {"target", "setting", "epsilon", "as_json"}):
         _answer_of_run(target, setting or [], epsilon, as_json=as_json)
         return
@@ -138,22 +138,22 @@ def calibrate(
     _answer()
 
 
-def _number_of_runs(best_of: float | None, shape: float) -> "NumberOfRuns | None":
-    """Return the law of the number of runs among which one is chosen; None for a single run."""
-    if best_of is None:
+def _number_of_runs(best_of_mean: float | None, shape: float) -> "RunCountLaw | None":
+    """Return the law of K, the number of runs among which one is chosen; None for a single run."""
+    if best_of_mean is None:
         if "best_of_shape" in given():
-            refuse("--best-of is missing; --best-of-shape belongs to it")
+            refuse("--best-of-shape: needs --best-of-mean")
         return None
     from flower_dp.privacy.selection import number_of_runs
 
     try:
-        return number_of_runs(best_of, shape)
+        return number_of_runs(best_of_mean, shape)
     except ValueError as error:
-        refuse(f"--best-of: {error}")
+        refuse(f"--best-of-mean: {error}")
 
 
-def _answer(number: "NumberOfRuns | None" = None) -> None:
-    """Compute what the options leave open (epsilon, noise multiplier or number of rounds), and show the whole cost."""
+def _answer(number: "RunCountLaw | None" = None) -> None:
+    """Compute epsilon, noise multiplier or number of rounds, whichever the options leave open; show the whole cost."""
     from flower_dp.privacy import planned_run
     from flower_dp.privacy.statement import delta_warning
 
@@ -162,7 +162,6 @@ def _answer(number: "NumberOfRuns | None" = None) -> None:
     with refusing():
         cost = planned_run.solve(**options) if number is None else planned_run.best_of(number=number, **options)
     _show(cost, as_json=params["as_json"])
-    # Without a number of clients: nobody has so few of them that such a delta is small.
     if clients := options["num_clients"] or (math.ceil(1 / cost["delta"]) if cost["delta"] >= _LARGE_DELTA else 0):
         _warn(delta_warning(cost["delta"], clients, "client"))
 
@@ -180,29 +179,29 @@ def _show(cost: dict[str, Any], *, as_json: bool) -> None:
     width = max(16, *map(len, lines))
     for label, number in lines.items():
         value = "infinite: not private" if number is None else number
-        # Up: less of an epsilon, a delta or a noise multiplier would not be what was computed.
-        typer.echo(f"{label:<{width}}  {digits_in_words(value, 6) if isinstance(value, float) else value}")
+        # Round up: a smaller epsilon, delta or noise multiplier would claim more than was computed.
+        typer.echo(f"{label:<{width}}  {format_rounded_up(value, 6) if isinstance(value, float) else value}")
 
 
 # Of a run
 
 
 def _is_run(target: str | None, fit: set[str]) -> bool:
-    """Return whether a run is asked for, and refuse options that describe releases then."""
+    """Return whether the command names a run. If it does, refuse options that describe releases."""
     options = given()
     if target is None:
         if "setting" in options:
-            refuse("--set belongs to a preset, a task, a method or an app, which is missing")
+            refuse("--set: needs a preset, a task, a method or an app; name one")
         return False
     if other := sorted(option for name, option in options.items() if name not in fit):
-        refuse(f"{other[0]}: {target} has settings of its own; change them with --set, as --set num-rounds=50")
+        refuse(f"{other[0]}: can't be combined with {target}; change its settings with --set, such as --set num-rounds=50")
     return True
 
 
 def _answer_of_run(
-    target: str | None, settings: list[str], epsilon: float | None, *, as_json: bool, number: "NumberOfRuns | None" = None
+    target: str | None, settings: list[str], epsilon: float | None, *, as_json: bool, number: "RunCountLaw | None" = None
 ) -> None:
-    """Show what a run's statement will say; with `epsilon`, of the run whose noise is made for it."""
+    """Show the numbers of a run's statement. With `epsilon`, calibrate the run's noise for it first."""
     from flower_dp.privacy import planned_run
     from flower_dp.privacy.statement import delta_warnings
     from flower_dp.running import apps, plugins
@@ -216,25 +215,29 @@ def _answer_of_run(
         if epsilon is not None:
             method = run.config.get("method")
             if run.overrides.get(key := f"{method}.calibration") == "paper":
-                refuse(f"--epsilon={epsilon:g}: with {key}=paper it is no budget of the run; set {key}=exact")
+                refuse(f"--epsilon={epsilon:g}: must be the epsilon of the run, and with {key}=paper it is not; set {key}=exact")
             run = apps.resolve(target, [*settings, f"{method}.epsilon={epsilon}"])
         statement = plugins.statement_of(run)
         if number is not None:
-            event, _ = plugins.outside_of(run)
+            event, _ = plugins.event_against_outsiders(run)
             chosen = planned_run.choice([event], number, delta=statement.delta, relation=statement.relation)
-    if not statement.num_rounds:
-        refuse("no round can be run: the first one alone would pass the target")
+    if not statement.num_charged_rounds:
+        refuse("target-epsilon: the first round alone would exceed it, so no round can run; raise it or add noise")
     _show(
         {
             "method": statement.method,
-            "num_rounds": statement.num_rounds,
+            "num_rounds": statement.num_charged_rounds,
             **{key: value for key, value in statement.noise.items() if key.endswith("noise_multiplier")},
             "epsilon": finite_or_none(statement.epsilon),
             "private": statement.private,
             "delta": statement.delta,
             "relation": statement.relation,
             "accountant": statement.accountant,
-            **{f"against {one.name}": finite_or_none(one.epsilon) for one in statement.adversaries if one.name in _ADVERSARIES},
+            **{
+                f"against {adversary.name}": finite_or_none(adversary.epsilon)
+                for adversary in statement.adversaries
+                if adversary.name in _ADVERSARIES
+            },
             **chosen,
         },
         as_json=as_json,

@@ -1,4 +1,4 @@
-"""An audit of methods: flower-dp audit."""
+"""Command flower-dp audit: lower bounds on the epsilon of methods and runs."""
 
 import json
 import logging
@@ -11,14 +11,14 @@ import typer
 
 from flower_dp.cli.options import AsJson, Settings, refuse, refusing
 from flower_dp.core import checks
-from flower_dp.core.words import beyond_in_words
+from flower_dp.core.formatting import format_audit_limit
 
 if TYPE_CHECKING:
     from flower_dp.audit import Audit, Case
     from flower_dp.audit.one_run import OneRunAudit
 
-# Trials that an estimate of the time is made from.
-_FIRST = 20
+# Trials after which the remaining time is estimated.
+_TIMED_TRIALS = 20
 _COLUMNS = ("case", "delta", "claimed", "audited", "ratio", "false positives", "false negatives", "by")
 
 
@@ -27,24 +27,29 @@ def audit(
         str | None,
         typer.Argument(
             metavar="[METHOD | CASE | PRESET]",
-            help="All cases of a method, one of them, or the mechanism of a preset in one round.",
+            help="Audit all cases of a method, one case, or the mechanism of a preset in one round.",
         ),
     ] = None,
     *,
-    every: Annotated[bool, typer.Option("--all", help="All cases of all methods.")] = False,
+    every: Annotated[bool, typer.Option("--all", help="Audit all cases of all methods.")] = False,
     setting: Settings = None,
-    trials: Annotated[int, typer.Option(min=20, help="Runs without the unit, and as many with it, of each case.")] = 2000,
+    trials: Annotated[int, typer.Option(min=20, help="Number of runs without the unit, and of runs with it, per case.")] = 2000,
     canaries: Annotated[
         int | None,
         typer.Option(
             min=2,
             metavar="N",
-            help="Run the preset or task once instead, with so many canaries among its clients or records: a one-run audit.",
+            help="Run a one-run audit instead: run the preset or task once, with N canaries among its clients or records.",
         ),
     ] = None,
-    canary_seed: Annotated[int | None, typer.Option(min=0, help="Repeats the canaries and their coins, never the noise.")] = None,
+    canary_seed: Annotated[
+        int | None, typer.Option(min=0, help="Seed of the canaries and their coins, never of the noise.")
+    ] = None,
     confidence: Annotated[
-        float, typer.Option(help="Of each lower bound; a correct method is flagged with probability 1 - confidence at most.")
+        float,
+        typer.Option(
+            help="Confidence of each lower bound, in (0, 1); a correct method is flagged with probability 1 - confidence at most."
+        ),
     ] = 0.999,
     plot: Annotated[
         str | None,
@@ -52,22 +57,22 @@ def audit(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Run a method again and again with and without one unit, and find what epsilon must at least be.
+    """Measure a lower bound on epsilon: run a method many times with and without one unit.
 
-    Every run takes the real way: clients, messages, server, with fresh noise. The unit is the worst that there can be.
+    Every run uses the real clients, messages and server, with fresh noise. The unit is the worst case.
 
-    Exit status: 0; 1 if an audit refutes a claim; or 2 with a line that names the invalid case or option.
+    Exit status: 0; 1 if an audit refutes a claim; 2 with a line that names the invalid case or option.
     """
     if canaries is None and canary_seed is not None:
-        refuse("--canary-seed: belongs to --canaries")
+        refuse("--canary-seed: needs --canaries")
     if canaries is not None:
         if every or plot is not None:
-            refuse(f"{'--all' if every else '--plot'}: does not go with --canaries")
+            refuse(f"{'--all' if every else '--plot'}: can't be combined with --canaries")
         one_run = _audited_run(target, setting or [], canaries, canary_seed, confidence)
         typer.echo(json.dumps(one_run.to_dict(), allow_nan=False) if as_json else text_of_run(one_run))
         raise typer.Exit(int(one_run.refuted))
     if (target is None) != every:
-        refuse(f"--all: {'belongs to no case' if every else 'or a method, case or preset is missing'}")
+        refuse(f"--all: can't be combined with {target}" if every else "--all: is missing; or name a method, a case or a preset")
     with refusing():
         checks.number("--confidence", confidence, above=0, below=1)
         if plot is not None:
@@ -76,10 +81,10 @@ def audit(
             canvas.file(plot, "--plot")
         cases = _cases(target, setting or [])
     audits = []
-    for one in _audited(cases, trials, confidence):
-        audits.append(one)
+    for result in _audited(cases, trials, confidence):
+        audits.append(result)
         if as_json:
-            typer.echo(json.dumps(_table(one), allow_nan=False))
+            typer.echo(json.dumps(_table(result), allow_nan=False))
     if not as_json:
         typer.echo(_text(audits))
     if plot is not None:
@@ -88,37 +93,36 @@ def audit(
 
         canvas.save(figure(audits), plot, "--plot")
         typer.echo(f"figure: {plot}", err=as_json)
-    if any(one.violation for one in audits):
+    if any(result.violation for result in audits):
         raise typer.Exit(1)
 
 
 def _cases(target: str | None, settings: list[str]) -> "list[Case]":
-    """Return the cases of a target; of all methods for none.
+    """Return the cases of a target; without a target, those of all methods.
 
     Raises:
-        ValueError: for an unknown one, or a preset without privacy.
+        ValueError: if the target is unknown, or a preset without privacy.
     """
     from flower_dp.audit import CASES
     from flower_dp.audit.methods import case_of
     from flower_dp.running import apps
 
-    found = [case for case in CASES.values() if target in (None, case.method, case.label)]
-    if found:
+    cases = [case for case in CASES.values() if target in (None, case.method, case.label)]
+    if cases:
         if settings:
-            raise ValueError("--set: belongs to a preset; cases have settings of their own")
-        return found
+            raise ValueError("--set: needs a preset; the settings of a case are fixed")
+        return cases
     try:
         run = apps.resolve(target, settings)
     except ValueError as error:
         if settings:
             raise
-        methods = ", ".join(dict.fromkeys(case.method for case in CASES.values()))
-        raise ValueError(f"{target}: is no method ({methods}), no case and no preset; {error}") from error
+        raise ValueError(f"{target}: is not a method that has cases, nor a case; {error}") from error
     return [case_of(run.name, {**run.app.settings(), **run.overrides})]
 
 
 def _audited(cases: "list[Case]", trials: int, confidence: float) -> "Iterator[Audit]":
-    """Yield every case's audit, and show how far they are: a bar, or lines where standard error is no terminal."""
+    """Yield every case's audit, and show progress: a bar, or lines if standard error is not a terminal."""
     from rich.console import Console
     from rich.progress import Progress
 
@@ -133,10 +137,10 @@ def _audited(cases: "list[Case]", trials: int, confidence: float) -> "Iterator[A
             progress.update(task, description=case.label)
 
             def done(number: int, before: int = ended, label: str = case.label) -> None:
-                made = before + number
-                progress.update(task, completed=made)
-                if number == _FIRST and not console.is_terminal:
-                    left = (time.monotonic() - started) / made * (total - made)
+                num_done = before + number
+                progress.update(task, completed=num_done)
+                if number == _TIMED_TRIALS and not console.is_terminal:
+                    left = (time.monotonic() - started) / num_done * (total - num_done)
                     typer.echo(f"{label}: {trials} trials; all cases in about {clock(left)}", err=True)
 
             with refusing():
@@ -144,25 +148,25 @@ def _audited(cases: "list[Case]", trials: int, confidence: float) -> "Iterator[A
             ended += trials
 
 
-def _table(one: "Audit") -> dict[str, Any]:
+def _table(result: "Audit") -> dict[str, Any]:
     return {
-        "case": one.label,
-        "unit": one.claim.unit,
-        "relation": one.claim.relation,
-        "delta": one.claim.delta,
-        "claimed": one.claim.epsilon,
-        "audited": one.lower,
-        "largest": one.largest,
-        "ratio": one.ratio if one.claim.epsilon else None,
-        "violation": one.violation,
-        "estimator": one.estimator.name,
-        "statistic": one.errors.statistic,
-        "confidence": one.confidence,
-        "trials": one.trials,
-        "tested": one.errors.trials,
-        "false_positives": one.errors.false_positives,
-        "false_negatives": one.errors.false_negatives,
-        "seconds": round(one.seconds, 2),
+        "case": result.label,
+        "unit": result.claim.unit,
+        "relation": result.claim.relation,
+        "delta": result.claim.delta,
+        "claimed": result.claim.epsilon,
+        "audited": result.lower,
+        "largest": result.largest,
+        "ratio": result.ratio if result.claim.epsilon else None,
+        "violation": result.violation,
+        "estimator": result.estimator.name,
+        "statistic": result.errors.statistic,
+        "confidence": result.confidence,
+        "trials": result.trials,
+        "tested": result.errors.trials,
+        "false_positives": result.errors.false_positives,
+        "false_negatives": result.errors.false_negatives,
+        "seconds": round(result.seconds, 2),
     }
 
 
@@ -174,26 +178,28 @@ def _text(audits: "list[Audit]") -> str:
     lines.append(
         f"{first.trials} runs without the unit and {first.trials} with it; each bound with confidence {first.confidence:g}"
     )
-    for one in audits:
-        if one.violation:
-            lines.append(f"VIOLATION: {one.label}: claims epsilon {one.claim.epsilon:.4g}, and it is at least {one.lower:.4g}")
-    for one in audits:
-        if not one.could_refute:
-            lines.append(f"TOO FEW TRIALS: {one.label}: {beyond_in_words(one.claim.epsilon, one.largest)}")
+    for result in audits:
+        if result.violation:
+            lines.append(
+                f"VIOLATION: {result.label}: claims epsilon {result.claim.epsilon:.4g}, and it is at least {result.lower:.4g}"
+            )
+    for result in audits:
+        if not result.could_refute:
+            lines.append(f"TOO FEW TRIALS: {result.label}: {format_audit_limit(result.claim.epsilon, result.largest)}")
     return "\n".join(lines)
 
 
-def _row(one: "Audit") -> tuple[str, ...]:
-    errors = one.errors
+def _row(result: "Audit") -> tuple[str, ...]:
+    errors = result.errors
     return (
-        one.label,
-        f"{one.claim.delta:g}",
-        f"{one.claim.epsilon:.3f}",
-        f"{one.lower:.3f}",
-        f"{one.ratio:.0%}",
+        result.label,
+        f"{result.claim.delta:g}",
+        f"{result.claim.epsilon:.3f}",
+        f"{result.lower:.3f}",
+        f"{result.ratio:.0%}",
         f"{errors.false_positives} of {errors.trials}",
         f"{errors.false_negatives} of {errors.trials}",
-        f"{one.estimator.name}, {errors.statistic}",
+        f"{result.estimator.name}, {errors.statistic}",
     )
 
 
@@ -201,7 +207,7 @@ def _row(one: "Audit") -> tuple[str, ...]:
 
 
 def _audited_run(target: str | None, settings: list[str], canaries: int, seed: int | None, confidence: float) -> "OneRunAudit":
-    """Run a preset, a task, or flower-dp's own app with its defaults, once with canaries."""
+    """Run a preset, a task, or flower-dp's own app with its defaults once, with canaries."""
     from flower_dp.audit.case import quiet
     from flower_dp.audit.one_run_audit import audit_run
     from flower_dp.running import apps
@@ -210,13 +216,13 @@ def _audited_run(target: str | None, settings: list[str], canaries: int, seed: i
         checks.integer("--canaries", canaries, at_least=2)
         run = apps.resolve(target, settings)
         if not run.app.own:
-            raise ValueError(f"{target}: --canaries is for flower-dp's own presets and tasks")
-        with quiet(logging.ERROR):  # absent canaries decline, a line each
+            raise ValueError(f"--canaries: needs one of flower-dp's own presets or tasks, not {target}")
+        with quiet(logging.ERROR):  # else every absent canary logs that it declines
             return audit_run(run.config, num_canaries=canaries, confidence=confidence, seed=seed)
 
 
 def text_of_run(audit: "OneRunAudit") -> str:
-    """Return the result in lines."""
+    """Return the result as lines of text."""
     claimed = f"{audit.claimed:.4g}" if audit.to_dict()["claimed"] is not None else "infinite: not private"
     lines = {
         "claimed epsilon": f"{claimed} at delta {audit.delta:.3g}, for each {audit.unit} ({audit.relation})",
@@ -229,5 +235,5 @@ def text_of_run(audit: "OneRunAudit") -> str:
     if audit.refuted:
         shown.append(f"VIOLATION: the run claims epsilon {audit.claimed:.4g}, and it is at least {audit.lower_bound:.4g}")
     if math.isfinite(audit.claimed) and not audit.could_refute:
-        shown.append(f"TOO FEW CANARIES: {beyond_in_words(audit.claimed, audit.largest)}")
+        shown.append(f"TOO FEW CANARIES: {format_audit_limit(audit.claimed, audit.largest)}")
     return "\n".join(shown)

@@ -1,4 +1,4 @@
-"""The console script: it runs the command line, or names the extra that is not installed."""
+"""The console script: runs the command line, or names the extra that is not installed."""
 
 import os
 import sys
@@ -14,12 +14,12 @@ _EXTRAS = {
     **dict.fromkeys(("datasets", "flwr_datasets", "mlxtend"), "app"),
     "torchvision": "vision",
 }
-# Commands that start processes of Ray; and an app that runs in one of theirs may end or crash it.
+# Commands that start Ray, and run an app in a process that the app may end or crash.
 _GUARDED = ("run", "statement", "sweep")
 
 
 def main() -> NoReturn:
-    """Run the command line and exit; a package that is not installed ends it with status 1 and one line."""
+    """Run the command line and exit. If a package is not installed, exit with status 1 and one line."""
     if sys.argv[1:2] and sys.argv[1] in _GUARDED and hasattr(os, "fork"):
         sys.exit(_guarded())
     sys.exit(_status(None))
@@ -41,7 +41,7 @@ def _status(arguments: list[str] | None) -> int:
 
 
 def _guarded() -> int:
-    """Run the command in a process of its own; if that dies, say so, and make the statement of its run before."""
+    """Run the command in a separate process. If it dies, write its run's statement, then report the death."""
     from flower_dp.running.guard import STATE_SECONDS, Guard
 
     guard = Guard()
@@ -59,14 +59,14 @@ def _guarded() -> int:
 
 
 def _made_statement(folder: str) -> int:
-    """Make the statement of a run whose process has died, if it has none, without a word."""
+    """Write the statement of a run whose process has died, if the run has none; print nothing."""
     from flower_dp.running.run_folder import lacks_statement
 
     if not lacks_statement(Path(folder)):
         return 0
-    nowhere = os.open(os.devnull, os.O_WRONLY)
+    null = os.open(os.devnull, os.O_WRONLY)
     for stream in (1, 2):
-        os.dup2(nowhere, stream)
+        os.dup2(null, stream)
     return _status(["statement", folder])
 
 

@@ -1,4 +1,4 @@
-"""A run of an app in its folder: what the terminal shows meanwhile, and how the command ends."""
+"""One run of an app in its folder: the terminal's display, and the exit of the command."""
 
 import importlib.util
 import shlex
@@ -11,7 +11,7 @@ import typer
 from flower_dp.cli.options import fail, refuse
 from flower_dp.core.environment import STATED
 from flower_dp.running import flower_log, guard, progress
-from flower_dp.running.launched import Launched
+from flower_dp.running.launch_record import LaunchRecord
 from flower_dp.running.run_folder import CHECKPOINT, LOG, STATEMENT_TEXT
 from flower_dp.running.screen import Screen, own_stream
 from flower_dp.running.signals import Interrupted, Signals
@@ -19,8 +19,8 @@ from flower_dp.simulation import attempt
 from flower_dp.strategies.checkpoint import CheckpointFolder
 
 
-def launch(begun: Launched, folder: Path, *, resume: str = "", check: Callable[[], None] = lambda: None) -> None:
-    """Run an app in a folder, unless `check` refuses its settings, and tell how that ended."""
+def launch(begun: LaunchRecord, folder: Path, *, resume: str = "", check: Callable[[], None] = lambda: None) -> None:
+    """Run an app in a folder, unless `check` refuses its settings, and report how the run ended."""
     states, log = resume == STATED, folder / LOG
     if not states and importlib.util.find_spec("ray") is None:
         fail("Ray is not installed: pip install 'flower-dp[simulation]'", 1)
@@ -57,14 +57,14 @@ def launch(begun: Launched, folder: Path, *, resume: str = "", check: Callable[[
 
 
 def tell_end(folder: Path) -> None:
-    """Show what a run that has ended has left."""
+    """Show the statement, the warnings and the folder of a run that has ended."""
     if (statement := folder / STATEMENT_TEXT).is_file():
         typer.echo("\n" + statement.read_text(encoding="utf-8"))
     typer.echo(f"{_first_warning(folder)}results: {folder}")
 
 
 def tell_died(folder: str, signum: int) -> int:
-    """Tell that the process of a run has died, with what it has left; return the exit status."""
+    """Report that a run's process has died, and what the run has left; return the exit status."""
     path, log = Path(folder), Path(folder, LOG)
     left = _left(path, failed=not signum) if folder else ""
     if signum:
@@ -72,7 +72,7 @@ def tell_died(folder: str, signum: int) -> int:
     elif folder and log.exists():
         what = f"the run failed: {flower_log.of_a_dead_process(log)}\n{_first_warning(path)}Flower's log is {log}"
     else:
-        what = "the process of the command has died; the same command begins anew, or goes on"
+        what = "the process of the command has died; repeat the command to begin anew or to resume"
     typer.echo(f"error: {what}\n{left}".rstrip(), err=True)
     return 128 + signum if signum else 1
 
@@ -84,13 +84,13 @@ def _first_warning(folder: Path) -> str:
 
 
 def _left(folder: Path, *, failed: bool = False, only_stated: bool = False) -> str:
-    """Return where the statement of a run that did not end is, and how the run goes on; empty if it has none."""
+    """Return the place of an unfinished run's statement, and the command that resumes the run; empty without a statement."""
     if not (statement := folder / STATEMENT_TEXT).is_file():
         return ""
-    told = f"What it released before is in {statement}\n"
+    stated = f"The statement of everything released so far is {statement}\n"
     if only_stated:
-        return told
-    if why := CheckpointFolder(folder / CHECKPOINT).why_stuck():
-        return f"{told}It can't go on: {why}"
-    goes_on = "Unless its settings are why it failed, it goes on with" if failed else "It goes on with"
-    return f"{told}{goes_on}: flower-dp run --resume {shlex.quote(str(folder))}"
+        return stated
+    if blocker := CheckpointFolder(folder / CHECKPOINT).resume_blocker():
+        return f"{stated}The run can't be resumed: {blocker}"
+    how = "If its settings did not cause the failure, resume it with" if failed else "Resume it with"
+    return f"{stated}{how}: flower-dp run --resume {shlex.quote(str(folder))}"

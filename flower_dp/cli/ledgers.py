@@ -1,4 +1,4 @@
-"""The privacy budgets that clients have spent, on a device or on the server: flower-dp ledger."""
+"""Command group flower-dp ledger: show or create a privacy ledger, of a device or of a server."""
 
 import json
 import math
@@ -9,117 +9,134 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from flower_dp.cli.options import AsJson, given, refusing
-from flower_dp.core import checks, dp
-from flower_dp.core.words import delta_in_words, epsilon_in_words, finite_or_none
+from flower_dp.core import checks, dp_events
+from flower_dp.core.formatting import finite_or_none, format_delta, format_epsilon
 
 if TYPE_CHECKING:
-    from flower_dp.privacy.charges import Charges, Scope
-    from flower_dp.privacy.device_store import Entry
-    from flower_dp.privacy.ledger_tables import LedgerRun
+    from flower_dp.privacy.charges import Charges, CostScope
+    from flower_dp.privacy.device_store import ClientAccount
+    from flower_dp.privacy.ledger_tables import RunRow
     from flower_dp.privacy.store import Store
 
-# Of a device's ledger, and of a server's without a run.
+app = typer.Typer(help="Show or create a privacy ledger: a device's, or a server's for several runs.")
+# Default delta of a device's ledger, and of a server's without a run.
 _DELTA = 1e-5
-# Options with those without which they mean nothing.
-_NEEDED = {
-    "--budget": ("--create-server", "--delta"),
-    "--fully-adaptive": ("--create-server", "--budget"),
-    "--renyi-order": ("--fully-adaptive",),
-}
-# Clients that are listed, those that were charged most first; all are in the JSON.
+# Options of create-server, each with the option that it needs.
+_NEEDED = {"--budget": "--delta", "--delta": "--budget", "--fully-adaptive": "--budget", "--renyi-order": "--fully-adaptive"}
+# Clients that are listed, most-charged first; the JSON has all.
 _LISTED = 20
 
+NewLedger = Annotated[Path, typer.Argument(metavar="PATH", help="The ledger's new file.")]
 
-def ledger(
+
+@app.command()
+def show(
     path: Annotated[
-        str, typer.Argument(metavar="PATH", help="A device's ledger file, a server's, or the folder of a run or its checkpoints.")
+        Path,
+        typer.Argument(metavar="PATH", help="A device's ledger file, a server's, or the folder of a run or its checkpoints."),
     ],
     *,
-    create: Annotated[
-        list[str] | None,
-        typer.Option(metavar="NAME", help="Create a device's ledger, with an account for this client; may be repeated."),
-    ] = None,
-    create_server: Annotated[bool, typer.Option("--create-server", help="Create a server's ledger, for several runs.")] = False,
-    budget: Annotated[
-        float | None,
-        typer.Option(metavar="EPSILON", help="With --create-server: what all runs together may cost any client, at --delta."),
-    ] = None,
-    fully_adaptive: Annotated[
-        bool,
-        typer.Option(
-            "--fully-adaptive",
-            help="With --budget: it holds also if settings of a run are chosen by what earlier ones released. Fewer rounds fit.",
-        ),
-    ] = False,
-    renyi_order: Annotated[
-        float | None,
-        typer.Option(
-            help="With --fully-adaptive: the order of the Renyi divergences that are added up. By default the best one for noise "
-            "without sampling; flower_dp.privacy.renyi_filter.order_for computes that for what will be charged."
-        ),
-    ] = None,
     delta: Annotated[
         float | None,
         typer.Option(
-            help="The delta at which epsilon is computed, if it is not pure. By default that of a server's budget, else the "
-            "least one of the ledger's runs; 1e-5 for a device's ledger."
+            help="Delta of the epsilons that are not pure, in (0, 1). Default: that of a server's budget, else the smallest of "
+            "the ledger's runs; 1e-5 for a device's ledger."
         ),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show what clients have spent of their budgets, or create a ledger.
+    """Show what clients have spent of their budgets.
 
-    A device's ledger has an account of every client; one that also takes part in private evaluations has two, and both together
-    cost their sum. A server's ledger has the charges of all runs on its clients: it is shown by run, by client, and with what all
-    runs together have cost.
+    A device's ledger has one account per client, and a second one for private evaluations; both together cost their sum.
+    A server's ledger has the charges of all its runs: they are shown by run, by client, and as one joint epsilon.
 
     Exit status: 0, or 2 with a line that says why the file can't be used.
     """
     with refusing():
         if delta is not None:
             checks.number("--delta", delta, above=0, below=1)
-        options = given().values()
-        for option, others in _NEEDED.items():
-            if option in options and (missing := [one for one in others if one not in options]):
-                raise ValueError(f"{option}: means nothing without {missing[0]}")
-        if create and create_server:
-            raise ValueError("--create: is of a device's ledger; leave out --create-server")
-        if create_server:
-            _create_server(path, budget, delta or 0.0, fully_adaptive=fully_adaptive, renyi_order=renyi_order)
-        told, lines = _read(path, create, delta)
-    typer.echo(json.dumps(told, allow_nan=False) if as_json else "\n".join(lines))
+        ledger, lines = _read(path, delta)
+    typer.echo(json.dumps(ledger, allow_nan=False) if as_json else "\n".join(lines))
 
 
-def _create_server(path: str, budget: float | None, delta: float, *, fully_adaptive: bool, renyi_order: float | None) -> None:
-    """Create a server's ledger.
+@app.command()
+def create_device(
+    path: NewLedger,
+    names: Annotated[list[str], typer.Argument(metavar="NAME...", help="The clients that get an account.")],
+) -> None:
+    """Create a device's ledger, with an account for each of its clients.
 
-    Raises:
-        ValueError: if it can't be created, or nothing would fit at the order of a fully adaptive budget.
+    Exit status: 0, or 2 with a line that says why the file can't be created.
+    """
+    from flower_dp.privacy.device_store import DeviceLedger
+
+    with refusing():
+        DeviceLedger.create(path, names)
+        _, lines = _read(path)
+    typer.echo("\n".join(lines))
+
+
+@app.command()
+def create_server(
+    path: NewLedger,
+    *,
+    budget: Annotated[
+        float | None,
+        typer.Option(metavar="EPSILON", help="The most that all runs together may cost any client, at --delta. Default: none."),
+    ] = None,
+    delta: Annotated[float | None, typer.Option(help="The delta of --budget, in (0, 1).")] = None,
+    fully_adaptive: Annotated[
+        bool,
+        typer.Option(
+            "--fully-adaptive",
+            help="Let --budget hold also if released results of earlier runs decide settings of later ones. Fewer rounds fit.",
+        ),
+    ] = False,
+    renyi_order: Annotated[
+        float | None,
+        typer.Option(
+            help="The order at which --fully-adaptive adds up Renyi divergences, at most 1024. Default: the best one for noise "
+            "without sampling; flower_dp.privacy.renyi_filter.order_for computes that for the planned charges."
+        ),
+    ] = None,
+) -> None:
+    """Create a server's ledger, for several runs on the same clients.
+
+    Exit status: 0, or 2 with a line that names the invalid option, or says why the file can't be created.
     """
     from flower_dp.privacy import renyi, renyi_filter
-    from flower_dp.privacy.budget import JointBudget
+    from flower_dp.privacy.budget import LedgerBudget
     from flower_dp.privacy.store import Store
 
-    limit = None
-    if budget is not None:
-        limit = JointBudget(epsilon=budget, delta=delta, fully_adaptive=fully_adaptive, renyi_order=renyi_order)
-        if (order := limit.renyi_order) and (order > renyi.ORDERS[-1] or renyi_filter.allowance(budget, delta, order) <= 0):
-            raise ValueError(f"--renyi-order={order:g}: is above 1024, or nothing fits into {limit}")
-    Store.create(path, limit)
+    options = given().values()
+    with refusing():
+        for option, needed in _NEEDED.items():
+            if option in options and needed not in options:
+                raise ValueError(f"{option}: needs {needed}")
+        limit = None
+        if budget is not None and delta is not None:
+            checks.number("--delta", delta, above=0, below=1)
+            limit = LedgerBudget(epsilon=budget, delta=delta, fully_adaptive=fully_adaptive, renyi_order=renyi_order)
+            if (order := limit.renyi_order) and (order > renyi.ORDERS[-1] or renyi_filter.allowance(budget, delta, order) <= 0):
+                raise ValueError(f"--renyi-order={order:g}: is above 1024, or nothing fits into {limit}")
+        Store.create(path, limit)
+        _, lines = _read(path)
+    typer.echo("\n".join(lines))
 
 
-def _read(path: str, create: list[str] | None, delta: float | None) -> tuple[dict[str, Any], list[str]]:
-    """Return what a ledger says, as JSON values and as lines; it is created first for the clients of a device."""
+def _read(path: Path, delta: float | None = None) -> tuple[dict[str, Any], list[str]]:
+    """Return the content of a ledger, as JSON values and as lines."""
     from flower_dp.privacy.device_store import DeviceLedger
     from flower_dp.privacy.store import Store
 
-    if create:
-        DeviceLedger.create(path, create)
-    place = Path(path)
-    inside = (place / "ledger.sqlite", place / "checkpoint" / "ledger.sqlite")
-    if place.is_dir() and (place := next(filter(Path.exists, inside), place)).is_dir():
-        raise ValueError(f"{path}: is a folder without a ledger: must have ledger.sqlite or checkpoint/ledger.sqlite, as a run's")
-    with Store(place, read_only=True) as store:
+    file = path
+    if path.is_dir():
+        inside = (path / "ledger.sqlite", path / "checkpoint" / "ledger.sqlite")
+        if (file := next(filter(Path.exists, inside), path)).is_dir():
+            raise ValueError(
+                f"{path}: is a folder without a ledger: must have ledger.sqlite or checkpoint/ledger.sqlite, as a run's"
+            )
+    with Store(file, read_only=True) as store:
         if not store.clients:
             return _server(store, delta)
         return _device(DeviceLedger(store.path).read(), _DELTA if delta is None else delta)
@@ -128,7 +145,7 @@ def _read(path: str, create: list[str] | None, delta: float | None) -> tuple[dic
 # A device's ledger
 
 
-def _device(entries: dict[str, "Entry"], delta: float) -> tuple[dict[str, Any], list[str]]:
+def _device(entries: dict[str, "ClientAccount"], delta: float) -> tuple[dict[str, Any], list[str]]:
     accounts = {name: _account(entry, delta) for name, entry in entries.items()}
     totals, lines = _totals(accounts), []
     for name, account in accounts.items():
@@ -142,14 +159,14 @@ def _device(entries: dict[str, "Entry"], delta: float) -> tuple[dict[str, Any], 
 
 
 def _spent(cost: dict[str, Any]) -> str:
-    return f"epsilon {_shown(cost['epsilon'])} at delta {delta_in_words(cost['delta'])} ({cost['relation']})"
+    return f"epsilon {_shown(cost['epsilon'])} at delta {format_delta(cost['delta'])} ({cost['relation']})"
 
 
-def _account(entry: "Entry", delta: float) -> dict[str, Any]:
-    """Return one account: the number of replies and their cost; an epsilon of None is infinite."""
+def _account(entry: "ClientAccount", delta: float) -> dict[str, Any]:
+    """Return one account: the number of replies and their cost. An epsilon of None is infinite."""
     if entry.terms is None:
         return {"replies": 0, "num_replies": None, "epsilon": 0.0, "delta": 0.0, "terms": None}
-    at = 0.0 if all(isinstance(event, dp.LaplaceDpEvent) for event in entry.counts) else delta
+    at = 0.0 if all(isinstance(event, dp_events.LaplaceDpEvent) for event in entry.counts) else delta
     return {
         "replies": entry.replies,
         "num_replies": entry.num_replies,
@@ -161,7 +178,7 @@ def _account(entry: "Entry", delta: float) -> dict[str, Any]:
 
 
 def _totals(accounts: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Return what training and evaluations cost together, by client: the sum of their epsilons, for evaluations have delta 0."""
+    """Return the cost of training and evaluations together, by client: the sum of epsilons, since evaluations have delta 0."""
     from flower_dp.privacy.device_store import evaluation_account
 
     totals = {}
@@ -186,40 +203,40 @@ def _server(store: "Store", delta: float | None) -> tuple[dict[str, Any], list[s
     if delta is None:
         least = min((run.delta for run in runs.values() if run.delta > 0), default=_DELTA)
         delta = least if budget is None else budget.delta
-    told: dict[str, Any] = {
+    content: dict[str, Any] = {
         "budget": None if budget is None else asdict(budget),
         "delta": delta,
         "runs": {name: _run(run, store.charges[name], delta) for name, run in runs.items()},
         "clients": _clients(store.all, delta),
         "joint": [{**cost, "runs": len(store.all.runs(scope))} for scope, cost in _costs(store.all, delta)],
     }
-    lines = [_run_line(name, run) for name, run in told["runs"].items()] or ["no run yet"]
-    for one in told["joint"]:
-        lines += _client_lines(told["clients"], one)
-        together = "one run" if one["runs"] == 1 else f"all {one['runs']} runs together"
+    lines = [_run_line(name, run) for name, run in content["runs"].items()] or ["no run yet"]
+    for cost in content["joint"]:
+        lines += _client_lines(content["clients"], cost)
+        together = "one run" if cost["runs"] == 1 else f"all {cost['runs']} runs together"
         lines.append(
-            f"{together} ({one['unit']}, {one['relation']}): epsilon {_shown(one['epsilon'])} at delta {delta_in_words(delta)}, "
-            f"accountant {one['accountant']}, for the client who was charged most"
+            f"{together} ({cost['unit']}, {cost['relation']}): epsilon {_shown(cost['epsilon'])} at delta {format_delta(delta)}, "
+            f"accountant {cost['accountant']}, for the most-charged client"
         )
-    if len(told["joint"]) > 1:
-        lines.append("no accountant adds up costs of different units or relations: they are apart")
+    if len(content["joint"]) > 1:
+        lines.append("costs of different units or relations are apart: no accountant adds them up")
     if budget is not None:
-        holds = ", whatever decides the settings of a run (fully adaptive)" if budget.fully_adaptive else ""
-        lines.append(f"budget of all runs together: epsilon {budget.epsilon:g} at delta {delta_in_words(budget.delta)}{holds}")
-    return told, lines
+        holds = ", however the settings of a run are chosen (fully adaptive)" if budget.fully_adaptive else ""
+        lines.append(f"budget of all runs together: epsilon {budget.epsilon:g} at delta {format_delta(budget.delta)}{holds}")
+    return content, lines
 
 
-def _costs(charges: "Charges", delta: float) -> "list[tuple[Scope, dict[str, Any]]]":
-    """Return by scope what the client who was charged most has cost."""
-    worst = [(scope, charges.worst(scope, delta)) for scope in charges.scopes]
+def _costs(charges: "Charges", delta: float) -> "list[tuple[CostScope, dict[str, Any]]]":
+    """Return the cost of the most-charged client, by scope."""
+    worst = [(scope, charges.cost_of_most_charged(scope, delta)) for scope in charges.scopes]
     return [(scope, {**_of(scope, cost.epsilon), "accountant": cost.accountant}) for scope, cost in worst]
 
 
-def _of(scope: "Scope", epsilon: float) -> dict[str, Any]:
+def _of(scope: "CostScope", epsilon: float) -> dict[str, Any]:
     return {"unit": scope.unit, "relation": scope.relation, "epsilon": finite_or_none(epsilon)}
 
 
-def _run(run: "LedgerRun", charges: "Charges", delta: float) -> dict[str, Any]:
+def _run(run: "RunRow", charges: "Charges", delta: float) -> dict[str, Any]:
     return {
         "method": run.method,
         "started": run.started,
@@ -230,40 +247,40 @@ def _run(run: "LedgerRun", charges: "Charges", delta: float) -> dict[str, Any]:
 
 
 def _clients(charges: "Charges", delta: float) -> dict[str, list[dict[str, Any]]]:
-    """Return what every client has cost over all runs, by name."""
-    found: dict[str, list[dict[str, Any]]] = {}
+    """Return the cost of every client over all runs, by name."""
+    costs_by_client: dict[str, list[dict[str, Any]]] = {}
     for scope in charges.scopes:
-        costs: dict[Any, float] = {}  # many clients have one history
+        costs: dict[Any, float] = {}  # many clients share one history
         for name in charges.owners(scope):
             history = charges.history(scope, name)
             key = frozenset(history.counts.items())
             if key not in costs:
                 costs[key] = history.cost(delta).epsilon
-            found.setdefault(name, []).append(_of(scope, costs[key]))
-    return found
+            costs_by_client.setdefault(name, []).append(_of(scope, costs[key]))
+    return costs_by_client
 
 
 def _client_lines(clients: dict[str, list[dict[str, Any]]], of: dict[str, Any]) -> list[str]:
-    """Return a line of each client who was charged most."""
+    """Return a line for each of the most-charged clients."""
     costs = {
-        name: math.inf if one["epsilon"] is None else one["epsilon"]
+        name: math.inf if cost["epsilon"] is None else cost["epsilon"]
         for name, entries in clients.items()
-        for one in entries
-        if (one["unit"], one["relation"]) == (of["unit"], of["relation"])
+        for cost in entries
+        if (cost["unit"], cost["relation"]) == (of["unit"], of["relation"])
     }
     first = sorted(costs, key=lambda name: (-costs[name], name))
     lines = [f"  {name}: epsilon {_shown(finite_or_none(costs[name]))}" for name in first[:_LISTED]]
     if len(first) > _LISTED:
-        lines.append(f"  and {len(first) - _LISTED} others, with less: --json has all")
+        lines.append(f"  and {len(first) - _LISTED} others, with no more; --json has all")
     return lines
 
 
 def _run_line(name: str, run: dict[str, Any]) -> str:
     charges = ", ".join(f"{number} x {release}" for release, number in run["charges"].items()) or "no charge"
-    costs = "; ".join(f"epsilon {_shown(one['epsilon'])} ({one['unit']}, {one['relation']})" for one in run["epsilon"])
+    costs = "; ".join(f"epsilon {_shown(cost['epsilon'])} ({cost['unit']}, {cost['relation']})" for cost in run["epsilon"])
     seeded = "" if run["private"] else ", noise from a fixed seed"
     return f"run {name[:8]}, {run['method']}, {run['started']}{seeded}: {charges}{'; ' * bool(costs)}{costs}"
 
 
 def _shown(epsilon: float | None) -> str:
-    return "infinite: not private" if epsilon is None else epsilon_in_words(epsilon)
+    return "infinite: not private" if epsilon is None else format_epsilon(epsilon)

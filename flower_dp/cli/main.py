@@ -1,4 +1,4 @@
-"""The command line: flower-dp new | run | sweep | presets | compare | figure | epsilon | calibrate | plan | audit | ledger."""
+"""The command line flower-dp, with all its commands."""
 
 import re
 import sys
@@ -27,10 +27,10 @@ for _command in (
     accounting.calibrate,
     plans.plan,
     audits.audit,
-    ledgers.ledger,
 ):
     app.command()(_command)
 app.add_typer(figures.app, name="figure")
+app.add_typer(ledgers.app, name="ledger")
 
 
 @app.callback(invoke_without_command=True)
@@ -44,13 +44,13 @@ def _top(context: typer.Context, version: Annotated[bool, typer.Option("--versio
 
 
 def main(arguments: list[str] | None = None) -> NoReturn:
-    """Run the command line and exit; bad options end with status 2, and a line each on standard error."""
+    """Run the command line and exit. Invalid options exit with status 2, with one line each on standard error."""
     try:
         status = app(arguments, prog_name="flower-dp", standalone_mode=False)
     except click.ClickException as error:
         for line in error.format_message().splitlines():
             if text := " ".join(line.split()):
-                once = re.sub(r"(Did you mean [^?]*[?])( \1)+", r"\1", text)  # click and typer both say it
+                once = re.sub(r"(Did you mean [^?]*[?])( \1)+", r"\1", text)  # click and typer both add it
                 typer.echo(f"error: {once}", err=True)
         status = error.exit_code
     except (click.Abort, KeyboardInterrupt):

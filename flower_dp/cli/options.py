@@ -1,4 +1,4 @@
-"""What commands share: options, which of them were given, and how a command that fails ends: a line an error, and a status."""
+"""Options that commands share, and the exit of a command that fails: one line per error, and a status."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,20 +8,21 @@ import click
 import typer
 from click.core import ParameterSource
 
-AsJson = Annotated[bool, typer.Option("--json", help="Answer in JSON.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Settings = Annotated[
-    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change one setting, or unset it by KEY=; may be repeated.")
+    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change one setting; KEY= unsets it. May be repeated.")
 ]
 FigureFile = Annotated[
     str,
     typer.Option(
-        metavar="FILE", help="The figure, of any type that matplotlib writes (.pdf, .svg ...); an existing file is overwritten."
+        metavar="FILE",
+        help="The figure's file, of any type that matplotlib writes (.pdf, .svg, ...). An existing file is overwritten.",
     ),
 ]
 
 
 def given() -> dict[str, str]:
-    """Return the parameters of this command that are on the command line, each with its option."""
+    """Return the parameters that were given on the command line, each with its option."""
     context = click.get_current_context()
     return {
         str(param.name): param.opts[0] if isinstance(param, click.Option) else param.human_readable_name
@@ -31,13 +32,13 @@ def given() -> dict[str, str]:
 
 
 def refuse(message: str) -> NoReturn:
-    """End with status 2, and an error of each line of the message."""
+    """Exit with status 2 and one error per line of the message."""
     raise click.UsageError(message)
 
 
 @contextmanager
 def refusing(*more: type[Exception]) -> Iterator[None]:
-    """Refuse what was asked for, as a ValueError or an OSError within this context says it, or an error of more kinds."""
+    """Turn a ValueError or an OSError of this context, or an error of more kinds, into a refusal with its message."""
     kinds: tuple[type[Exception], ...] = (ValueError, OSError, *more)
     try:
         yield
@@ -46,6 +47,6 @@ def refusing(*more: type[Exception]) -> Iterator[None]:
 
 
 def fail(message: str, status: int) -> NoReturn:
-    """End with a status and a message."""
+    """Exit with a status and a message."""
     typer.echo(f"error: {message}", err=True)
     raise typer.Exit(status)

@@ -1,4 +1,4 @@
-"""The best configuration under a paper's bound: flower-dp plan."""
+"""Command flower-dp plan: the best configuration under a paper's convergence bound."""
 
 import io
 import json
@@ -18,19 +18,21 @@ if TYPE_CHECKING:
 def plan(
     method: Annotated[str, typer.Argument(help="A method that has a planner; see docs/planning.md.")],
     *,
-    problem: Annotated[str | None, typer.Option(metavar="FILE.toml", help="The problem's keys; see docs/planning.md.")] = None,
+    problem: Annotated[
+        str | None, typer.Option(metavar="FILE.toml", help="Read the problem's keys from this file; see docs/planning.md.")
+    ] = None,
     estimate_from: Annotated[
         str | None,
         typer.Option(
             metavar="PRESET",
-            help="Take keys that the problem does not give from a preset's settings and its clients' data: NOT PRIVATE.",
+            help="Take the keys that the problem lacks from a preset's settings and its clients' data: NOT PRIVATE.",
         ),
     ] = None,
     setting: Settings = None,
     l2: Annotated[
         float | None,
         typer.Option(
-            help="L2 coefficient of the loss whose constants are estimated. Default: the preset's weight-decay, or 0.1."
+            help="L2 coefficient of the loss whose constants are estimated, > 0. Default: the preset's weight-decay, or 0.1."
         ),
     ] = None,
     plot: Annotated[str | None, typer.Option(metavar="FILE.png", help="Draw the bound around the optimum.")] = None,
@@ -38,7 +40,7 @@ def plan(
 ) -> None:
     """Find the best configuration under the convergence bound of a method's paper.
 
-    Exit status: 0, or 2 with a line that names the key which is missing, unknown or impossible.
+    Exit status: 0, or 2 with a line that names the missing, unknown or invalid key.
     """
     from flower_dp.planning import command
 
@@ -47,7 +49,7 @@ def plan(
         if estimate_from is None:
             for name, value in (("--set", setting and setting[0]), ("--l2", l2)):
                 if value is not None:
-                    raise ValueError(f"{name}={value}: belongs to --estimate-from")
+                    raise ValueError(f"{name}={value}: needs --estimate-from")
         else:
             command.planner_of(method)
             estimates, origin = _estimates(method, problem, estimate_from, setting or [], l2)
@@ -67,7 +69,7 @@ def plan(
 def _estimates(
     method: str, problem: str | None, preset: str, settings: list[str], l2: float | None
 ) -> tuple[dict[str, object], dict[str, Any]]:
-    """Return the keys that a pilot on a preset's data gives, and a description of their origin for the answer.
+    """Return the keys that a pilot estimates on a preset's data, and a description of their origin.
 
     Raises:
         ValueError: naming the invalid option, setting or key.
@@ -81,10 +83,10 @@ def _estimates(
     given = read_problem(problem) if problem is not None else {}
     target = apps.resolve(preset, settings)
     if not target.app.pilot:
-        raise ValueError(f"--estimate-from={preset}: the app has no pilot; name one in its pyproject.toml under [tool.flower-dp]")
-    found = _pilot(target, method, given, l2)
-    taken = {key: value for key, value in found.values.items() if key not in given}
-    return taken, {"inputs_from": target.name, "inputs": taken, "notes": list(found.notes)}
+        raise ValueError(f"--estimate-from={preset}: has no pilot; name one in its pyproject.toml under [tool.flower-dp]")
+    estimates = _pilot(target, method, given, l2)
+    inputs = {key: value for key, value in estimates.values.items() if key not in given}
+    return inputs, {"inputs_from": target.name, "inputs": inputs, "notes": list(estimates.notes)}
 
 
 def _pilot(target: "Target", method: str, given: Mapping[str, object], l2: float | None) -> "Inputs":
@@ -92,17 +94,17 @@ def _pilot(target: "Target", method: str, given: Mapping[str, object], l2: float
     from flower_dp.running import plugins
 
     try:
-        with plugins.loaded(target.app, target.app.pilot) as pilot:
-            found: Inputs = pilot(method, target.config, given=given, l2=l2)
-            return found
+        with plugins.load_plugin(target.app, target.app.pilot) as pilot:
+            inputs: Inputs = pilot(method, target.config, given=given, l2=l2)
+            return inputs
     except plugins.PluginError as error:
         raise ValueError(f"--estimate-from: {error}") from None
 
 
 def _named(answer: str, preset: str, settings: list[str], *, as_json: bool) -> str:
-    """Return the answer with the preset in its command, and the changed settings that the plan does not set itself."""
-    kept = [one for one in settings if f" --set {one.partition('=')[0]}=" not in answer]
-    target = " ".join(["flower-dp run", preset, *(f"--set {shlex.quote(one)}" for one in kept)])
+    """Return the answer with the preset in its command, and the changed settings that the plan leaves alone."""
+    kept = [setting for setting in settings if f" --set {setting.partition('=')[0]}=" not in answer]
+    target = " ".join(["flower-dp run", preset, *(f"--set {shlex.quote(setting)}" for setting in kept)])
     written = json.dumps(target)[1:-1] if as_json else target
     return answer.replace("flower-dp run PRESET", written)
 

@@ -1,14 +1,14 @@
 """Flower clients: local training, clipping, noise on the device.
 
-Names that need torch are imported when they are first used: `privacy_mod`, policy and terms work on a device without torch.
+Names that need torch are imported on first use: `privacy_mod`, policy and terms work on a device without torch.
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from flower_dp.clients.foreign.mod import privacy_mod
 from flower_dp.clients.nbafl_weights import NbAFLTerms
 from flower_dp.clients.policy import ClientPolicy
+from flower_dp.clients.wrapped.mod import privacy_mod
 from flower_dp.privacy.evaluation_budget import EvaluationBudget
 
 if TYPE_CHECKING:
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from flower_dp.clients.local.evaluation import RecordMetrics
     from flower_dp.clients.nbafl import NbAFLRecipe
     from flower_dp.clients.scaffold import ScaffoldRecipe
+    from flower_dp.clients.training.batchnorm import fix_batchnorm
     from flower_dp.clients.training.engines import local_updates
-    from flower_dp.clients.training.fixes import fix_batchnorm
     from flower_dp.clients.training.recipe import FlatModel, Training, model_arrays
     from flower_dp.clients.training.records import DatasetRecords, Records, TensorRecords, as_records
     from flower_dp.clients.training.regularizers import BLUR, LUS, ProximalTerm, Regularizer
@@ -48,7 +48,7 @@ _WITH_TORCH = {
     "nbafl": "NbAFLRecipe",
     "scaffold": "ScaffoldRecipe",
     "training.engines": "local_updates",
-    "training.fixes": "fix_batchnorm",
+    "training.batchnorm": "fix_batchnorm",
     "training.recipe": "FlatModel Training model_arrays",
     "training.records": "DatasetRecords Records TensorRecords as_records",
     "training.regularizers": "BLUR LUS ProximalTerm Regularizer",
@@ -57,7 +57,7 @@ _MODULES = {name: module for module, names in _WITH_TORCH.items() for name in na
 
 
 def __getattr__(name: str) -> Any:
-    """Import what needs torch."""
+    """Import a name that needs torch."""
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     try:

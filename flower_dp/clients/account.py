@@ -1,8 +1,8 @@
-"""A client's own account: how many replies it has been charged for, in the node's Flower state or in a file on the device.
+"""A client's own account: the number of replies that it was charged for, in the node's Flower state or in a file on the device.
 
-The state outlives client objects and worker processes within one run, so a client object that is created for every message still
-knows what the client has spent. It is empty in the next run, and after a restart of the SuperNode: budgets of several runs on the
-same records add up. A file keeps one count for all of them: `flower_dp.privacy.device_store`.
+Within one run the state outlives client objects and worker processes, so a client object that is created for every message still
+knows what the client has spent. The state is empty in the next run, and after a restart of the SuperNode: the costs of several
+runs on the same records add up. A file keeps one count for all runs: `flower_dp.privacy.device_store`.
 """
 
 import copy
@@ -18,12 +18,12 @@ from flwr.clientapp.typing import ClientAppCallable
 
 from flower_dp.clients.answering import NOT_HOSTED
 from flower_dp.clients.policy import ClientPolicy
-from flower_dp.clients.reasons import SEE_LOG, Declined, contained
+from flower_dp.clients.refusal_messages import SEE_LOG, Declined, contained
 from flower_dp.clients.reply.pipeline import failure
 from flower_dp.core import checks
-from flower_dp.privacy.client_terms import Spent, Terms, value_of
-from flower_dp.privacy.device_store import DeviceLedger, Numbered, evaluation_account, owner_of
-from flower_dp.wire import DECLINED, REPEATED, Instruction, OwnAsk, Promise, Refusal
+from flower_dp.privacy.client_terms import ChargeRefusal, ClientTerms, value_of
+from flower_dp.privacy.device_store import DeviceLedger, ReplyNumber, evaluation_account, owner_of
+from flower_dp.wire import DECLINED, REPEATED, Instruction, LocalRequest, Promise, Refusal
 
 log = logging.getLogger("flwr")
 
@@ -38,8 +38,8 @@ _Columns = tuple[list[str], list[Annotated[int, msgspec.Meta(ge=1)]], list[str]]
 LedgerPaths = str | os.PathLike[str] | Mapping[str, str | os.PathLike[str]]
 
 
-class StateAccount:
-    """The account of every client that a node hosts, in the node's state: it lasts one run.
+class NodeStateAccounts:
+    """The accounts of all clients that a node hosts, in the node's state, which lasts one run.
 
     Raises:
         Declined: if the state's record isn't one that this class has written.
@@ -60,25 +60,25 @@ class StateAccount:
             raise Declined(f"state {KEY!r}: is damaged; the number of replies sent is not known, so this node does not reply")
 
     def replies(self, name: str) -> int:
-        """Return how many replies a client has been charged for."""
+        """Return the number of replies that a client has been charged for."""
         return self._entries.get(name, (0, ""))[0]
 
-    def charge(self, asked: Mapping[str, Terms], numbered: Mapping[str, Numbered]) -> dict[str, Refusal]:
-        """Charge one reply to each client whose budget covers it, for good: it is in the node's state when this returns.
+    def charge(self, asked: Mapping[str, ClientTerms], numbered: Mapping[str, ReplyNumber]) -> dict[str, Refusal]:
+        """Charge one reply to each client whose budget covers it, for good: the charge is in the node's state on return.
 
-        To be called before anything is computed from the clients' records.
+        Call it before anything is computed from the clients' records.
 
         Args:
-            asked: the terms of the clients that are asked.
-            numbered: which reply of each it is by the server's count, of which the state keeps none.
+            asked: terms of the requested clients, by name.
+            numbered: number of each reply by the server's count; the state keeps none of them.
 
         Returns:
-            Why each of the others can't pay; they must not reply.
+            Refusals of the clients that can't pay, by name; they must not reply.
         """
         refused, paid = {}, {}
         for name, terms in asked.items():
             spent, opened = self._entries.get(name, (0, None))
-            if reason := terms.why_not(spent, opened):
+            if reason := terms.refusal_reason(spent, opened):
                 refused[name] = _refusal(name, reason)
             else:
                 paid[name] = (spent + 1, opened or terms.text)
@@ -86,30 +86,29 @@ class StateAccount:
         return refused
 
     def note(self, paid: Mapping[str, tuple[int, str]]) -> None:
-        """Record how many replies clients have been charged for, and their terms."""
+        """Record the numbers of replies that clients have been charged for, and their terms."""
         self._entries |= paid
         replies, terms = [count for count, _ in self._entries.values()], [text for _, text in self._entries.values()]
         self._state[KEY] = ConfigRecord(dict(zip(_COLUMNS, (list(self._entries), replies, terms), strict=True)))
 
 
-class FileAccount:
-    """The account of every client that a node hosts, in files on the device: it lasts as long as the files.
+class LedgerFileAccounts:
+    """The accounts of all clients that a node hosts, in files on the device; they last as long as the files.
 
     A client whose file can't be used does not reply. The server learns no more than that; the node's own log has the reason. The
-    node's state remembers the counts in the files during this run: a file with a smaller count later is an older copy, and is
-    refused.
+    node's state remembers the files' counts during this run. A file with a smaller count later is an older copy, and is refused.
 
     Args:
-        files: every client's file; several may share one.
+        files: every client's file; several clients may share one.
         state: the node's state.
     """
 
     def __init__(self, files: Mapping[str, DeviceLedger], state: RecordDict) -> None:
         self._files = files
-        self._seen = StateAccount(state)
+        self._seen = NodeStateAccounts(state)
 
-    def charge(self, asked: Mapping[str, Terms], numbered: Mapping[str, Numbered]) -> dict[str, Refusal]:
-        """Charge as `StateAccount.charge`; it is on the disk when this returns."""
+    def charge(self, asked: Mapping[str, ClientTerms], numbered: Mapping[str, ReplyNumber]) -> dict[str, Refusal]:
+        """Charge as `NodeStateAccounts.charge`; the charge is on the disk on return."""
         refused: dict[str, Refusal] = {}
         by_file: dict[Path, list[str]] = {}
         for name in asked:
@@ -118,7 +117,7 @@ class FileAccount:
             known = {name: self._seen.replies(name) for name in names}
             try:
                 spent, counts = DeviceLedger(path).charge({name: asked[name] for name in names}, numbered, at_least=known)
-            except Exception as error:  # after any error there is no account
+            except Exception as error:  # after any error the account is unknown, so nobody may reply
                 log.error("%s: no reply of %s", error, ", ".join(names))
                 refused |= dict.fromkeys(names, Refusal(reason=f"its ledger can't be used; {SEE_LOG}"))
                 continue
@@ -128,26 +127,26 @@ class FileAccount:
         return refused
 
 
-Account = StateAccount | FileAccount
+AccountStore = NodeStateAccounts | LedgerFileAccounts
 
 
-def _refusal(name: str, spent: Spent) -> Refusal:
-    """Log why a client can't pay; return what the server learns."""
-    log.warning("client %s: no reply: %s", name, spent.own)
+def _refusal(name: str, spent: ChargeRefusal) -> Refusal:
+    """Log why a client can't pay; return the refusal that the server receives."""
+    log.warning("Client %s: no reply: %s", name, spent.own)
     return Refusal(code=REPEATED if spent.repeated else DECLINED, reason=spent.public)
 
 
-def account_of(own: LedgerPaths | None, names: Iterable[str], context: Context | None) -> Account:
-    """Return the account of a node's clients: in files if app or device have a ledger, else in the node's state.
+def account_of(own: LedgerPaths | None, names: Iterable[str], context: Context | None) -> AccountStore:
+    """Return the accounts of a node's clients: in files if app or device have a ledger, else in the node's state.
 
     Args:
         own: the app's own ledger, a path or one for each client; None for none.
-        names: of the node's clients.
-        context: of the node. Its config has the ledger of the device's owner, if there is one.
+        names: names of the node's clients.
+        context: the node's context, whose config may have the ledger of the device's owner.
 
     Raises:
-        Declined: if there is no context, so that nobody knows what was charged, and what the device's owner has set; or if the
-            ledger is no path, or there are two.
+        Declined: if there is no context: then past charges and the settings of the device's owner are unknown. Or if the ledger
+            is not a path, or there are two.
     """
     listed = list(names)
     if context is None:
@@ -155,14 +154,14 @@ def account_of(own: LedgerPaths | None, names: Iterable[str], context: Context |
     if taken := next((name for name in listed if owner_of(name) != name), None):
         raise Declined(f"client {taken!r}: its name is that of an account of evaluations; choose another")
     ledger = ledger_of(own, listed, context)
-    return StateAccount(context.state) if ledger is None else FileAccount(ledger_files(ledger, listed), context.state)
+    return NodeStateAccounts(context.state) if ledger is None else LedgerFileAccounts(ledger_files(ledger, listed), context.state)
 
 
 def ledger_of(own: LedgerPaths | None, names: Iterable[str], context: Context) -> LedgerPaths | None:
-    """Return the ledger of a node's clients: that of its owner, in the node's config, or the app's own; None for none.
+    """Return the ledger of a node's clients: its owner's, from the node's config, or the app's own; None for none.
 
     Raises:
-        Declined: if the owner's is no path, or not the app's; the path is in the node's own log alone.
+        Declined: if the owner's ledger is not a path, or not the app's; the path is in the node's own log alone.
     """
     owners: Any = context.node_config.get(LEDGER_PATH)
     if owners is None:
@@ -183,7 +182,7 @@ def refuse_ledger(context: Context) -> None:
     """Refuse a node whose owner has named a ledger, for a client that keeps no account.
 
     Raises:
-        Declined: if there is one.
+        Declined: if the node's config names a ledger.
     """
     if (path := context.node_config.get(LEDGER_PATH)) is not None:
         log.error("%s=%r: this client keeps no account", LEDGER_PATH, path)
@@ -200,17 +199,19 @@ def ledger_files(ledger: object, names: Iterable[str]) -> dict[str, DeviceLedger
     for name in names:
         path = value_of("ledger", ledger, name)
         if not isinstance(path, str | os.PathLike) or not str(path):
-            raise ValueError(f"ledger={path!r}: must be the path of a file; create it with `flower-dp ledger FILE --create NAME`")
+            raise ValueError(
+                f"ledger={path!r}: must be the path of a file; create it with `flower-dp ledger create-device FILE NAME`"
+            )
         files[name] = DeviceLedger(path)
     return files
 
 
 def keeping_account(app: ClientAppCallable) -> ClientAppCallable:
-    """Return an app that can't change its client's account, nor the ledger's path, whatever kind of message it gets."""
+    """Return an app that can't change its client's account or the ledger's path, whatever message it gets."""
 
     def kept(message: Message, context: Context) -> Message:
         state, path = context.state, context.node_config.get(LEDGER_PATH)
-        # A deep copy: an app may change the lists in the record in place.
+        # Copy deeply: an app may change the lists in the record in place.
         record = copy.deepcopy(dict(state.config_records[KEY])) if KEY in state.config_records else None
         try:
             return app(message, context)
@@ -219,12 +220,12 @@ def keeping_account(app: ClientAppCallable) -> ClientAppCallable:
                 context.state = state
             left = context.state.config_records.get(KEY)
             if (None if left is None else dict(left)) != record or (KEY in context.state and left is None):
-                log.warning("the app has changed %r in the node's state, which is this client's account; it was put back", KEY)
+                log.warning("The app has changed %r in the node's state, which is this client's account; it was restored", KEY)
                 context.state.pop(KEY, None)
                 if record is not None:
                     context.state[KEY] = ConfigRecord(record)
             if path is not None and context.node_config.get(LEDGER_PATH) != path:
-                log.warning("the app has changed %r in the node's config; it was put back", LEDGER_PATH)
+                log.warning("The app has changed %r in the node's config; it was restored", LEDGER_PATH)
                 context.node_config[LEDGER_PATH] = path
 
     return kept
@@ -234,25 +235,27 @@ def keeping_account(app: ClientAppCallable) -> ClientAppCallable:
 
 # The relative difference allowed between the noise multipliers that two machines compute from one budget.
 _TOLERANCE = 1e-6
-# Characters of a reason: of honest terms it has fewer.
-_MOST_TOLD = 1000
+# Characters of a reason: honest terms have fewer.
+_MAX_CHARACTERS = 1000
 
 
-def agreed_terms(instruction: Instruction, name: str, terms_of: Callable[[], Terms], policy: ClientPolicy) -> Terms | Refusal:
-    """Return one client's own terms if the server's are the same and its policy allows them, else why it does not reply.
+def verify_terms(
+    instruction: Instruction, name: str, terms_of: Callable[[], ClientTerms], policy: ClientPolicy
+) -> ClientTerms | Refusal:
+    """Return one client's own terms if the server's are the same and its policy allows them, else its refusal.
 
     Args:
-        instruction: the server's.
+        instruction: the server's instruction.
         name: the client.
-        terms_of: makes the client's own terms.
-        policy: the client's.
+        terms_of: function that makes the client's own terms.
+        policy: the client's policy.
 
     Raises:
-        Declined: if the server asks for messages that are not private on their own.
+        Declined: if the server requests anything but local DP.
     """
     ask = instruction.ask
     if ask.placement != "local":
-        raise Declined(f"placement={ask.placement!r}: this client's messages are private on its own terms")
+        raise Declined(f"placement={ask.placement!r}: must be 'local', since this client adds all noise by its own terms")
     if name not in ask.own:
         return NOT_HOSTED
     try:
@@ -264,41 +267,42 @@ def agreed_terms(instruction: Instruction, name: str, terms_of: Callable[[], Ter
             policy.check_own_evaluation(terms.release)
     except Exception as error:
         return failure(name, error, "this client's terms can't be made", code=DECLINED)
-    reason = why_not(terms, ask.promise, ask.own[name])
+    reason = refusal_reason(terms, ask.promise, ask.own[name])
     return Refusal(reason=reason) if reason else terms
 
 
-def charged(account: Account, due: Mapping[str, Terms], instruction: Instruction) -> dict[str, Refusal]:
-    """Charge one reply, or one evaluation, to each client; return why some can't pay, by name. They must not reply."""
-    numbered = {name: Numbered(run=one.run, number=one.number) for name, one in instruction.ask.own.items()}
+def charged(account: AccountStore, due: Mapping[str, ClientTerms], instruction: Instruction) -> dict[str, Refusal]:
+    """Charge one reply, or one evaluation, to each client; return the refusals of those that can't pay and must not reply."""
+    numbered = {name: ReplyNumber(run=request.run, number=request.number) for name, request in instruction.ask.own.items()}
     if instruction.ask.metrics is not None:
         due = {evaluation_account(name): terms for name, terms in due.items()}
         numbered = {evaluation_account(name): number for name, number in numbered.items()}
     return {owner_of(name): refusal for name, refusal in account.charge(due, numbered).items()}
 
 
-def why_not(terms: Terms, promise: Promise, asked: OwnAsk) -> str | None:
+def refusal_reason(terms: ClientTerms, promise: Promise, asked: LocalRequest) -> str | None:
     """Return why a client must not reply, in a text that the server may see; None if the client may reply.
 
-    The text has the server's values alone. The client's own may follow from how many records it has; the node's own log has them.
+    The text has the server's values alone: the client's own may follow from its number of records. The node's own log has them.
 
     Args:
-        terms: the client's own.
+        terms: the client's own terms.
         promise: the server's clip norm.
-        asked: what the server takes the terms to be. It charges by their noise multiplier; the client's own may be larger.
+        asked: terms as the server knows them. It charges by their noise multiplier; the client's own may be larger.
     """
-    clip_norm, kind, noise_multiplier = promise.clip_norm, asked.terms, asked.noise_multiplier
+    clip_norm, fingerprint, noise_multiplier = promise.clip_norm, asked.terms, asked.noise_multiplier
     own = terms.release.mechanism.noise_multiplier
     if clip_norm != terms.release.clip_norm:
-        return _told(f"clip_norm={clip_norm:g}: is not this client's own", f"{terms.release.clip_norm:g}")
-    if kind != terms.kind:
-        return _told(f"the server's terms ({kind}) are not this client's own", terms.kind)
+        return _mismatch(f"clip_norm={clip_norm:g}: is not this client's own", f"{terms.release.clip_norm:g}")
+    if fingerprint != terms.fingerprint:
+        return _mismatch(f"the server's terms ({fingerprint}) are not this client's own", terms.fingerprint)
     if not own >= noise_multiplier * (1 - _TOLERANCE):
-        return _told(f"noise_multiplier={noise_multiplier:g}: by this client's own budget it is less", f"{own:g}")
+        return _mismatch(f"noise_multiplier={noise_multiplier:g}: by this client's own budget it is less", f"{own:g}")
     return None
 
 
-def _told(reason: str, own: str) -> str:
-    line = checks.one_line(reason, most=_MOST_TOLD)  # it has the server's text
-    log.warning("no reply: %s; its own: %s", line, own)
+def _mismatch(reason: str, own: str) -> str:
+    """Log a reason with the client's own value; return the reason without that value, for the server."""
+    line = checks.one_line(reason, most=_MAX_CHARACTERS)  # it has the server's text
+    log.warning("No reply: %s; the client's own: %s", line, own)
     return f"{line}; {SEE_LOG}"

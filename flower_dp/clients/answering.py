@@ -1,4 +1,4 @@
-"""What this package's own clients and those of other apps have in common: what they take, and how they answer. Without torch."""
+"""Replies of all clients, this package's own and those of other apps: checks of an instruction, and the reply. Without torch."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -7,45 +7,45 @@ from typing import Any, Protocol
 from array_api_compat import array_namespace, device
 
 from flower_dp.clients.policy import ClientPolicy
-from flower_dp.clients.reasons import Declined, reading
+from flower_dp.clients.refusal_messages import Declined, decline_invalid
 from flower_dp.clients.reply import client_level
-from flower_dp.clients.reply.pipeline import Job, Pipeline, Train
+from flower_dp.clients.reply.pipeline import ClientJob, Pipeline, Train
 from flower_dp.clients.reply.sending import Lossless
 from flower_dp.core import compression, noise
 from flower_dp.core.compression import Payload
 from flower_dp.core.noise import Generator
 from flower_dp.core.vectors import Array
-from flower_dp.wire import EVALUATION, Answer, Instruction, Refusal
+from flower_dp.wire import EVALUATION, Instruction, Refusal, ReplyHeader
 
 NOT_HOSTED = Refusal(reason="not hosted here")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Work:
+class NodeWork:
     """The work of a node's clients in one round.
 
     Attributes:
-        groups: pipelines, each with the clients for which it is run; all encode their rows in the same way.
-        length: of a row, before a mask keeps some of its coordinates.
-        refused: why other clients that were asked don't reply.
+        groups: pipelines, each with its clients; all encode their rows in the same way.
+        length: coordinates of a row, before a mask keeps some of them.
+        refused: refusals of other requested clients, by name.
     """
 
-    groups: Iterable[tuple[Pipeline, Sequence[Job]]]
+    groups: Iterable[tuple[Pipeline, Sequence[ClientJob]]]
     length: int
     refused: dict[str, Refusal]
 
 
 @dataclass(slots=True, kw_only=True)
-class Sum:
-    """What the node sends of its clients' rows, and what it keeps.
+class NodeSum:
+    """A node's sum of its clients' rows, and what the node keeps.
 
     Attributes:
-        refused: why clients are not in the sum.
-        payload: encodes the sum [k], float64.
-        payload_bytes: of the rows, had each been sent alone.
-        losses: of the clients that are in it.
-        norms: of their rows before the clip; empty where nobody asks for metrics.
-        kept: the vectors that clients keep until their next round, by name, once the reply leaves.
+        refused: refusals of the clients that are not in the sum, by name.
+        payload: encoding of the sum [k], float64.
+        payload_bytes: bytes of the rows, had each been sent alone.
+        losses: training losses of the clients in the sum.
+        norms: L2 norms of their rows before the clip; empty unless the server requests metrics.
+        kept: vectors that clients keep until their next round, by name, once the reply leaves.
         fresh: clients that keep a vector and had none from an earlier round.
     """
 
@@ -58,17 +58,17 @@ class Sum:
     fresh: list[str] = field(default_factory=list)
 
 
-def add_up(vector: Array, work: Work, *, inline: bool) -> Sum:
+def sum_rows(vector: Array, work: NodeWork, *, inline: bool) -> NodeSum:
     """Return the exact sum of the rows of all clients that reply.
 
     Args:
         vector: the global model [d].
-        work: of the round.
-        inline: whether the sum is short and is sent inside the answer, in double precision: that of an evaluation's vectors.
+        work: the node's work in the round.
+        inline: whether the sum is short and is sent inside the reply header, in double precision, as an evaluation's vectors are.
     """
     xp = array_namespace(vector)
     total, first = xp.zeros((work.length,), dtype=xp.float64, device=device(vector)), None
-    made, alone = Sum(refused=dict(work.refused)), list[Payload | None]()
+    made, alone = NodeSum(refused=dict(work.refused)), list[Payload | None]()
     for pipeline, jobs in work.groups:
         if first is None:
             first, total = pipeline, total[: pipeline.dimension(work.length)]
@@ -95,32 +95,32 @@ def add_up(vector: Array, work: Work, *, inline: bool) -> Sum:
 
 
 class Answering(Protocol):
-    """Clients of a node that answer one message together."""
+    """Clients of a node that reply to one message together."""
 
     @property
     def policy(self) -> ClientPolicy:
-        """Their limits."""
+        """The clients' limits."""
 
     @property
     def noise_seed(self) -> int | None:
-        """For tests only."""
+        """A seed of the noise, for tests only."""
 
     @property
     def methods(self) -> tuple[str, ...]:
-        """Names of the methods that they run."""
+        """Names of the methods that the clients run."""
 
     @property
     def has_own_terms(self) -> bool:
-        """Whether each of their messages is private on its own."""
+        """Whether each client adds its full noise by its own terms (local DP)."""
 
 
 def check(client: Answering, instruction: Instruction, *, evaluates: bool) -> None:
-    """Refuse an instruction of another kind than the message, of another method, or one against the policy.
+    """Refuse an instruction of another kind than the message, of another method, or against the policy.
 
-    Where messages are private on their own, the policy is asked later about every client's own noise too.
+    Under local DP the policy also checks every client's own noise, later: see `verify_terms`.
 
     Raises:
-        Declined: if it is one.
+        Declined: for such an instruction.
     """
     method, policy, ask = instruction.method, client.policy, instruction.ask
     if evaluates and method != EVALUATION:
@@ -134,34 +134,36 @@ def check(client: Answering, instruction: Instruction, *, evaluates: bool) -> No
 
 
 def generator(client: Answering, instruction: Instruction, name: str, *, on: Array | None = None) -> Generator:
-    """Return a fresh generator for the noise of one client's reply: see `noise_generator`."""
+    """Return a new generator for the noise of one client's reply: see `noise_generator`."""
     purpose = name if instruction.ask.metrics is None else f"evaluation of {name}"
     return noise.noise_generator(client.noise_seed, instruction.server_round, purpose, on=on)
 
 
-def shared_work(instruction: Instruction, *, train: Train, length: int, jobs: list[Job], refused: dict[str, Refusal]) -> Work:
-    """Return the work whose rows [length] are clipped, each with its share of the noise, where no message is private alone.
+def shared_work(
+    instruction: Instruction, *, train: Train, length: int, jobs: list[ClientJob], refused: dict[str, Refusal]
+) -> NodeWork:
+    """Return the work whose rows [length] are clipped, each with at most a share of the noise: no single message is private.
 
     Raises:
-        Declined: if what is asked can't be done so.
+        Declined: if the request can't be met so.
     """
-    with reading():
+    with decline_invalid():
         pipeline = client_level.pipeline(instruction.ask, train=train, length=length)
-    return Work(groups=[(pipeline, jobs)], length=instruction.ask.row_length(length), refused=refused)
+    return NodeWork(groups=[(pipeline, jobs)], length=instruction.ask.row_length(length), refused=refused)
 
 
 def answered(
-    client: Answering, instruction: Instruction, vector: Array, work: Work, metrics: Callable[[Sum], Mapping[str, Any]]
-) -> tuple[Sum, str]:
-    """Return the sum of the rows, and the text of the answer, which has the payload of an evaluation inside.
+    client: Answering, instruction: Instruction, vector: Array, work: NodeWork, metrics: Callable[[NodeSum], Mapping[str, Any]]
+) -> tuple[NodeSum, str]:
+    """Return the sum of the rows, and the text of the reply header, which has the payload of an evaluation inside.
 
-    `metrics` are those of training, without noise: they are sent if both sides allow it, of clients in the sum alone.
+    `metrics` are those of training, without noise. They are sent only if both sides allow it, and only of clients in the sum.
     """
     evaluates = instruction.ask.metrics is not None
-    made = add_up(vector, work, inline=evaluates)
+    made = sum_rows(vector, work, inline=evaluates)
     allowed = not evaluates and instruction.report_metrics and client.policy.allow_metrics and made.losses
     sent = metrics(made) if allowed else {}
-    answer = Answer(
+    answer = ReplyHeader(
         refused=made.refused,
         payload=made.payload.header,
         payload_bytes=made.payload_bytes,

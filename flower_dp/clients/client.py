@@ -10,17 +10,17 @@ from torch import Tensor, nn
 
 from flower_dp import wire
 from flower_dp.clients import answering
-from flower_dp.clients.node_client import NodeClient
+from flower_dp.clients.node_client import HostingClient
 from flower_dp.clients.policy import ClientPolicy
 from flower_dp.clients.reply.client_level import CLIENT_LEVEL
 from flower_dp.clients.reply.evaluation import MetricRows, Metrics, loss_and_accuracy
-from flower_dp.clients.reply.pipeline import Job, Train, Trained
+from flower_dp.clients.reply.pipeline import ClientJob, Train, Trained
 from flower_dp.clients.training import dry_run
 from flower_dp.clients.training.devices import exact_device, is_accelerator
-from flower_dp.clients.training.draws import batch_seed
-from flower_dp.clients.training.engines import ENGINES, local_updates, num_slots, quicker_engine
+from flower_dp.clients.training.engines import ENGINES, choose_engine, local_updates, num_slots
 from flower_dp.clients.training.recipe import FlatModel, Training
 from flower_dp.clients.training.records import Records
+from flower_dp.clients.training.training_rng import batch_seed
 from flower_dp.core import checks
 from flower_dp.wire import Instruction
 
@@ -30,28 +30,28 @@ class TrainedUpdates:
     """Local training by an engine: a row is the trained model minus the global model.
 
     Attributes:
-        training: the recipe.
-        model: where to train.
-        server_round: 1, 2, ...
-        engine: of `local_updates`.
-        group_size: of `local_updates`.
+        training: recipe of local training.
+        model: model to train.
+        server_round: round number, from 1.
+        training_engine: engine of `local_updates`.
+        group_size: group size of `local_updates`.
     """
 
     training: Training
     model: FlatModel
     server_round: int
-    engine: str
+    training_engine: str
     group_size: int | None = None
 
     @property
     def rows_together(self) -> int:
-        """How many rows are clipped at once: as many as the batched engine trains at once on a GPU."""
+        """The number of rows that are clipped at once: as many as the batched engine trains at once on a GPU."""
         device = self.model.device
-        if self.engine != "batched" or not is_accelerator(exact_device(device)):
+        if self.training_engine != "batched" or not is_accelerator(exact_device(device)):
             return 1
         return num_slots(self.model.layout.size, device, self.group_size)
 
-    def rows(self, vector: Tensor, jobs: Sequence[Job]) -> Iterator[Trained]:
+    def rows(self, vector: Tensor, jobs: Sequence[ClientJob]) -> Iterator[Trained]:
         """Yield every client's update and training loss, or its error, in order."""
         losses: list[Tensor] = []
         rows = local_updates(
@@ -62,35 +62,35 @@ class TrainedUpdates:
             server_round=self.server_round,
             seeds=[job.seed for job in jobs],
             losses=losses,
-            engine=self.engine,
+            engine=self.training_engine,
             group_size=self.group_size,
         )
         for row in rows:
             yield row if isinstance(row, Exception) else (row, losses[-1])
 
 
-class DPClient(NodeClient):
-    """A Flower client for the strategies of this package with client-level privacy, around a recipe of local training.
+class DPClient(HostingClient):
+    """A Flower client for this package's strategies with client-level privacy, around a recipe of local training.
 
-    It answers with the sum of its clients' updates, each clipped to the L2 norm that the server names and its own policy allows,
-    each with its own noise if the server asks for noise on clients, each compressed after that. It sends no record, no example
-    count and, unless its policy allows it, no metric.
+    It replies with the sum of its clients' updates. Each update is clipped to the L2 norm that the server names and the client's
+    policy allows. Each then gets its own noise, if the server requests noise on clients, and is compressed after that. The client
+    sends no record, no example count and, unless its policy allows it, no metric.
 
     Args:
-        model: the architecture; its weights are overwritten. Without BatchNorm.
-        clients: the records of every client that lives here, by its stable name; on a device one.
-        training: the recipe of local training.
+        model: architecture without BatchNorm; its weights are overwritten.
+        clients: records of every hosted client, by its stable name; a device hosts one.
+        training: recipe of local training.
         policy: this client's own limits.
-        device: where to train; by default the GPU if this process has one, else the CPU.
-        seed: governs the order of records, never the noise.
-        noise_seed: for tests only: fixed noise, of which the server is told, so that the run counts as not private.
-        engine: "one_by_one", or, in a simulation, "batched" or "auto", the one that `quicker_engine` says:
+        device: device to train on; by default the GPU if this process has one, else the CPU.
+        seed: seed of the order of records, never of the noise.
+        noise_seed: seed of fixed noise, for tests only; the server learns of it, so that the run counts as not private.
+        training_engine: "one_by_one" or, in a simulation, "batched" or "auto", the choice of `choose_engine`:
             `flower_dp.clients.training.engines`.
-        group_size: how many clients "batched" trains at once on a GPU, if so many models fit into its memory; a public number,
-            such as the clients of this node that a round is expected to draw. None: at most 64.
+        group_size: number of clients that "batched" trains at once on a GPU, if so many models fit into its memory. A public
+            number, such as this node's expected cohort size. None: at most 64.
         metrics: the model and one client's records -> its metrics, for private evaluation; by default `loss`, and `accuracy`
-            where targets are classes.
-        context: of the node. With it the client refuses a node whose config names a ledger, for it keeps no account;
+            if targets are classes.
+        context: context of the node. With it the client refuses a node whose config names a ledger, because it keeps no account;
             `client_app` attaches it itself.
 
     Example:
@@ -117,7 +117,7 @@ class DPClient(NodeClient):
         device: torch.device | str | None = None,
         seed: int = 0,
         noise_seed: int | None = None,
-        engine: str = "one_by_one",
+        training_engine: str = "one_by_one",
         group_size: int | None = None,
         metrics: Metrics | None = None,
         context: Context | None = None,
@@ -126,8 +126,10 @@ class DPClient(NodeClient):
             model=model, clients=clients, policy=policy, device=device, seed=seed, noise_seed=noise_seed, context=context
         )
         self.training = training
-        checks.one_of("engine", engine, (*ENGINES, "auto"))
-        self.engine = quicker_engine(self.model.module, self.model.device) if engine == "auto" else engine
+        checks.one_of("training_engine", training_engine, (*ENGINES, "auto"))
+        self.training_engine = (
+            choose_engine(self.model.module, self.model.device) if training_engine == "auto" else training_engine
+        )
         if group_size is not None:
             checks.integer("group_size", group_size, at_least=1)
         self.group_size = group_size
@@ -138,21 +140,25 @@ class DPClient(NodeClient):
         """The methods with one noised sum of clipped updates, and private evaluation."""
         return (*CLIENT_LEVEL, wire.EVALUATION)
 
-    def _why_unfit(self, records: Records) -> str | None:
+    def _unfit_reason(self, records: Records) -> str | None:
         return dry_run.of_training(self.model, records, self.training)
 
-    def _work(self, vector: Tensor, instruction: Instruction) -> answering.Work:
-        """Return the work whose rows are updates, or vectors of metrics, each clipped, with its share of the noise."""
+    def _work(self, vector: Tensor, instruction: Instruction) -> answering.NodeWork:
+        """Return the work whose rows are updates, or vectors of metrics, each clipped and with its share of the noise, if any."""
         ask, number = instruction.ask, instruction.server_round
         train: Train = TrainedUpdates(
-            training=self.training, model=self.model, server_round=number, engine=self.engine, group_size=self.group_size
+            training=self.training,
+            model=self.model,
+            server_round=number,
+            training_engine=self.training_engine,
+            group_size=self.group_size,
         )
         length = vector.numel()
         if ask.metrics is not None:
             train, length = MetricRows(model=self.model, metrics=self.metrics, bounds=ask.metrics), ask.metrics.num_counted
         hosted, refused = self._hosted(instruction.clients)
         jobs = [
-            Job(
+            ClientJob(
                 name=name,
                 records=records,
                 seed=batch_seed(self.seed, number, name),

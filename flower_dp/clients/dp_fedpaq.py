@@ -1,4 +1,4 @@
-"""DP-FedPAQ on the client: a noised update of local steps on clipped gradients, quantised to a few levels."""
+"""DP-FedPAQ on the client: a noised update of local steps on clipped gradients, quantized to a few levels."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,11 +16,11 @@ from flower_dp.clients.training.losses import Loss
 from flower_dp.clients.training.recipe import FlatModel
 from flower_dp.clients.training.records import Records
 from flower_dp.core import checks, compression
-from flower_dp.privacy.client_terms import Terms, value_of, values_in
+from flower_dp.privacy.client_terms import ClientTerms, value_of, values_in
 from flower_dp.privacy.dp_fedpaq import FedPAQSteps, update_terms
 from flower_dp.privacy.release import Release
 
-# Rounding may make a sum of clipped gradients a little longer than its bound; the sum must not be clipped for that.
+# Rounding may make a sum of clipped gradients a little longer than its bound; a clip must not change the sum for that.
 _UNCLIPPED = 1 + 2.0**-10
 
 
@@ -29,8 +29,8 @@ class Rescale:
     """The update from a noised sum of gradients: the sum times a public number, plus a public vector.
 
     Attributes:
-        factor: -eta / b.
-        shift: [d]; None for none.
+        factor: public number, -eta / b.
+        shift: public vector [d]; None for none.
     """
 
     slot: ClassVar[Literal["after_noise"]] = "after_noise"
@@ -47,21 +47,21 @@ class Rescale:
 class DPFedPAQRecipe:
     """One reply: the update of E local steps along means of b clipped gradients, plus noise by the client's own budget.
 
-    A record whose gradient is not finite counts as zero, and so does one that can't be read or raises, so that no record can
-    make the client refuse. A client with fewer than E b records, a public number, does not reply.
+    A record counts as zero if its gradient is not finite, it can't be read, or it raises an error. So no record can make the
+    client refuse. A client with fewer than E b records, a public number, does not reply.
 
     Attributes:
-        steps: the parameters that both sides know: step size, E, b, clip norm, and how the sensitivity is proved.
+        steps: parameters that both sides know: step size, E, b, clip norm, and the proof of the sensitivity.
         epsilon: budget of all replies together, one number or one by client name; math.inf: no noise, not private.
-        delta: of the budget, in (0, 1).
-        num_replies: the most replies that a client will ever send, one number or one by client name.
-        calibration: `exact`: noise for all replies together; `paper`: the paper's, where epsilon and delta are of one reply, and
-            all replies together cost more: see `update_terms`.
-        quantization_levels: levels above 0 of what is sent (paper: s); None: float32.
+        delta: delta of the budget, in (0, 1).
+        num_replies: maximum number of replies that a client will ever send, one number or one by client name.
+        calibration: `exact`: noise for all replies together; `paper`: the paper's noise, for which epsilon and delta are of one
+            reply, and all replies together cost more: see `update_terms`.
+        quantization_levels: levels above 0 of the quantized row (paper: s); None: float32.
         loss: model outputs, targets -> loss, for batches of one record.
 
     Raises:
-        ValueError: for a value that makes no sense, naming field and value.
+        ValueError: for a value out of its range, naming field and value.
 
     Example:
         >>> from flower_dp.clients import DPFedPAQRecipe
@@ -88,21 +88,21 @@ class DPFedPAQRecipe:
         for replies in values_in(self.num_replies):
             checks.integer("num_replies", replies, at_least=1)
         for epsilon in values_in(self.epsilon):
-            # Refuses every other impossible value as well.
+            # `update_terms` refuses every other invalid value as well.
             self._terms(epsilon, 1, self.steps.num_records)
 
-    def terms(self, name: str, records: Records) -> Terms:
+    def terms(self, name: str, records: Records) -> ClientTerms:
         """Return one client's terms.
 
         Raises:
-            ValueError: if it has no budget, or fewer records than a round takes.
+            ValueError: if the client has no budget, or fewer records than a round takes.
         """
         replies = value_of("num_replies", self.num_replies, name)
         return self._terms(value_of("epsilon", self.epsilon, name), replies, len(records))
 
-    def why_unfit(self, model: FlatModel, records: Records) -> str | None:
-        """Return why the gradient of a single record can't be computed: see `MadeUp`."""
-        if self.steps.sensitivity == "convex-glm":  # whose gradients are a formula of its own
+    def unfit_reason(self, model: FlatModel, records: Records) -> str | None:
+        """Return why the gradient of a single record can't be computed: see `DryRunnable`."""
+        if self.steps.sensitivity == "convex-glm":  # its gradients are a closed formula, without autograd
             return dry_run.of_convex(model, records, self.loss, self.steps)
         return dry_run.of_records(model, records, self.loss)
 
@@ -114,7 +114,7 @@ class DPFedPAQRecipe:
         clip: Clip = record_clip
         if steps.sensitivity == "clip-update":
             clip = RowClip(clip_norm=steps.sum_norm, step=step)
-        elif steps.sensitivity == "convex-glm":  # for the lattice alone
+        elif steps.sensitivity == "convex-glm":  # only rounds to the lattice: the slopes are clipped in `ConvexModel`
             clip = RowClip(clip_norm=_UNCLIPPED * steps.longest_sum, step=step)
         step_size = steps.step_size(server_round)
         drift = self._drift()
@@ -128,18 +128,18 @@ class DPFedPAQRecipe:
             encode=SinglePrecision() if self.quantization_levels is None else QSGD(levels=self.quantization_levels),
         )
 
-    def why_not(self, vector: Tensor, *, model: FlatModel, server_round: int) -> str | None:
-        """Return why a client must not reply to a model [d], where its sensitivity is not proved; None where it is."""
-        if self.steps.sensitivity != "convex-glm":  # the others bound the sum whatever the server sends
+    def refusal_reason(self, vector: Tensor, *, model: FlatModel, server_round: int) -> str | None:
+        """Return why a client must not reply to a model [d] for which the sensitivity is not proved; None if it is proved."""
+        if self.steps.sensitivity != "convex-glm":  # the other proofs bound the sum whatever the server sends
             return None
         convex = ConvexModel.of(model, self.loss, self.steps)
-        return convex.why_not(vector, self.steps, step_size=self.steps.step_size(server_round), drift=self._drift())
+        return convex.refusal_reason(vector, self.steps, step_size=self.steps.step_size(server_round), drift=self._drift())
 
     def _drift(self) -> Tensor | None:
-        """Return what is added to every step's mean gradient [d], which is public; None for nothing."""
+        """Return the public vector [d] that is added to every step's mean gradient; None for none."""
         return None
 
-    def _terms(self, epsilon: float, num_replies: int, num_records: int) -> Terms:
+    def _terms(self, epsilon: float, num_replies: int, num_records: int) -> ClientTerms:
         return update_terms(
             steps=self.steps,
             epsilon=epsilon,

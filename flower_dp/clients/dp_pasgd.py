@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from flower_dp.clients.reply.parts import RecordClip, StepNoise
-from flower_dp.clients.reply.pipeline import Job, Pipeline, Trained, one_by_one
+from flower_dp.clients.reply.pipeline import ClientJob, Pipeline, Trained, one_by_one
 from flower_dp.clients.reply.sending import SinglePrecision
 from flower_dp.clients.training import dry_run
 from flower_dp.clients.training.losses import Loss
@@ -17,8 +17,8 @@ from flower_dp.clients.training.recipe import FlatModel
 from flower_dp.clients.training.record_clipping import clipped_sum, secret_batch
 from flower_dp.clients.training.records import Records
 from flower_dp.core.sampling import PoissonSampling, Sampler
-from flower_dp.core.steps import StepSchedule
-from flower_dp.privacy.client_terms import Terms, value_of, values_in
+from flower_dp.core.step_schedule import StepSchedule
+from flower_dp.privacy.client_terms import ClientTerms, value_of, values_in
 from flower_dp.privacy.dp_pasgd import step_terms
 from flower_dp.privacy.release import Release
 
@@ -28,8 +28,8 @@ class NoisedSteps:
     """Local steps along noised mean gradients: sum of clipped gradients, plus noise, over the batch's public size.
 
     Attributes:
-        step_noise: is added to the sum of every step; its release says how batches are drawn.
-        steps: how many, and how large; the gradient of their weight decay is made of the weights alone.
+        step_noise: noise that is added to the sum of every step; its release fixes the sampling of batches.
+        steps: number and size of steps; the gradient of their weight decay is made of the weights alone.
     """
 
     model: FlatModel
@@ -39,29 +39,29 @@ class NoisedSteps:
     server_round: int
     loss: Loss
 
-    def rows(self, vector: Tensor, jobs: Sequence[Job]) -> Iterator[Trained]:
+    def rows(self, vector: Tensor, jobs: Sequence[ClientJob]) -> Iterator[Trained]:
         """Yield the change of every client's weights [d], float32, and the mean of its steps' losses, or its error."""
         return one_by_one(jobs, partial(self._row, vector), reset=self.model.reset)
 
-    def _row(self, vector: Tensor, job: Job) -> tuple[Tensor, Tensor]:
+    def _row(self, vector: Tensor, job: ClientJob) -> tuple[Tensor, Tensor]:
         rng, losses, release = job.secret(), [], self.step_noise.release
         moved = torch.zeros_like(vector, dtype=torch.float64)
         step_size = self.steps.step_size(self.server_round)
         for _ in range(self.steps.num_local_steps):
-            # The only information on records that a step passes to the next is its noised sum: the weights are computed from it,
-            # and the model's buffers are reset.
+            # Of all information on records, a step passes only its noised sum to the next step: the weights are computed from
+            # it, and the model's buffers are reset.
             self.model.vector.copy_(vector + moved)
             self.model.reset_buffers()
-            batch = _batch(len(job.records), release.sampler, release.expected_cohort, rng)
+            batch = _batch(len(job.records), release.sampler, release.expected_cohort_size, rng)
             seed = int(rng.integers(2**63))
             total, loss = clipped_sum(self.model, job.records, batch, clip=self.record_clip, loss=self.loss, seed=seed)
             losses.append(loss)
             noised = self.step_noise.step(total, self.record_clip.step, rng)
-            gradient = noised / release.expected_cohort + self.steps.weight_decay * (vector + moved)
+            gradient = noised / release.expected_cohort_size + self.steps.weight_decay * (vector + moved)
             moved -= step_size * gradient
         row = moved.to(torch.float32)
         if not bool((vector + row).isfinite().all()):
-            raise ArithmeticError("the weights left the range of float32: choose a smaller learning rate")
+            raise ArithmeticError("weights: left the range of float32; choose a smaller learning rate")
         return row, torch.stack(losses).mean()
 
 
@@ -77,10 +77,9 @@ class DPPASGDRecipe:
     """One reply of DP-PASGD: the change of the weights in tau noised local steps; DP-SGD with `num_local_steps=1`.
 
     Step: w <- w - eta (mean of the batch's clipped gradients + noise). Every record's gradient is clipped to L2 norm `clip_norm`
-    (G; the paper assumes that gradients are no longer). The noise has the standard deviation that makes all `num_steps` steps
-    together (epsilon, delta)-differentially private for each record, replaced by another. The reply is computed from noised steps
-    alone, so it costs no more. A record whose loss or gradient is not finite counts as zero, and so does one that can't be read
-    or raises.
+    (G; the paper assumes that gradients are no longer). With this noise all `num_steps` steps together are (epsilon,
+    delta)-differentially private for each record, under replace-one. The reply is computed from noised steps alone, so it costs
+    no more. A record counts as zero if its loss or gradient is not finite, it can't be read, or it raises an error.
 
     Batches are drawn anew for every step, with the secret generator of the noise: `batch_size` records without replacement, or
     with `batch_sampling="poisson"` every record independently with probability batch_size / (number of records). The mean's
@@ -90,18 +89,18 @@ class DPPASGDRecipe:
         learning_rate: step size of round 1 (paper: eta); it costs no privacy.
         clip_norm: L2 bound on one record's gradient (paper: G).
         epsilon: budget of all steps together, one number or one by client name; math.inf: no noise, not private.
-        delta: in (0, 1).
-        num_steps: steps in all (paper: K), a multiple of `num_local_steps`; the client replies no more often than this allows.
-        num_local_steps: steps in a round (paper: tau).
-        batch_size: records in a batch (paper: X_m), one number or one by client name.
+        delta: delta of the budget, in (0, 1).
+        num_steps: total number of steps (paper: K), a multiple of `num_local_steps`. It limits the number of replies.
+        num_local_steps: steps per round (paper: tau).
+        batch_size: records per batch (paper: X_m), one number or one by client name.
         batch_sampling: `fixed-size`, accounted without amplification as in the paper, or `poisson`, with it.
         calibration: `exact`, the least noise that can be proved enough, or `zcdp`, the paper's eq. 9, which is more.
-        learning_rate_decay: the step size shrinks by this part every round.
+        learning_rate_decay: fraction by which the step size shrinks every round.
         weight_decay: L2 coefficient of the loss, at most 1 / learning_rate.
         loss: model outputs, targets -> loss, for batches of one record.
 
     Raises:
-        ValueError: for a value that makes no sense, naming field and value.
+        ValueError: for a value out of its range, naming field and value.
 
     Source: Hu, Guo, Ratazzi, Gong, Differentially Private Federated Learning for Resource-Constrained Internet of Things,
     Algorithm 1 and eq. 9.
@@ -134,21 +133,21 @@ class DPPASGDRecipe:
     def __post_init__(self) -> None:
         self._steps()
         for size in values_in(self.batch_size):
-            # Refuses every other impossible value as well.
+            # `step_terms` refuses every other invalid value as well.
             for epsilon in values_in(self.epsilon):
                 self._terms(epsilon, size, size)
 
-    def terms(self, name: str, records: Records) -> Terms:
+    def terms(self, name: str, records: Records) -> ClientTerms:
         """Return one client's terms.
 
         Raises:
-            ValueError: if it has no budget or batch size, or fewer records than a batch.
+            ValueError: if the client has no budget or batch size, or fewer records than a batch.
         """
         size = value_of("batch_size", self.batch_size, name)
         return self._terms(value_of("epsilon", self.epsilon, name), size, len(records))
 
-    def why_unfit(self, model: FlatModel, records: Records) -> str | None:
-        """Return why the gradient of a single record can't be computed: see `MadeUp`."""
+    def unfit_reason(self, model: FlatModel, records: Records) -> str | None:
+        """Return why the gradient of a single record can't be computed: see `DryRunnable`."""
         return dry_run.of_records(model, records, self.loss)
 
     def pipeline(self, release: Release, *, model: FlatModel, server_round: int) -> Pipeline:
@@ -168,7 +167,7 @@ class DPPASGDRecipe:
             weight_decay=self.weight_decay,
         )
 
-    def _terms(self, epsilon: float, batch_size: int, num_records: int) -> Terms:
+    def _terms(self, epsilon: float, batch_size: int, num_records: int) -> ClientTerms:
         return step_terms(
             epsilon=epsilon,
             delta=self.delta,

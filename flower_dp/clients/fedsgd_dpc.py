@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from flower_dp.clients.reply.parts import FullNoise, RecordClip
-from flower_dp.clients.reply.pipeline import Job, Pipeline, Trained, one_by_one
+from flower_dp.clients.reply.pipeline import ClientJob, Pipeline, Trained, one_by_one
 from flower_dp.clients.reply.sending import SinglePrecision
 from flower_dp.clients.training import dry_run
 from flower_dp.clients.training.losses import Loss
@@ -17,7 +17,7 @@ from flower_dp.clients.training.recipe import FlatModel
 from flower_dp.clients.training.record_clipping import clipped_sum, secret_batch
 from flower_dp.clients.training.records import Records
 from flower_dp.core import checks
-from flower_dp.privacy.client_terms import Terms, value_of, values_in
+from flower_dp.privacy.client_terms import ClientTerms, value_of, values_in
 from flower_dp.privacy.events import Relation
 from flower_dp.privacy.fedsgd_dpc import MECHANISMS, gradient_terms
 from flower_dp.privacy.release import Release
@@ -33,11 +33,11 @@ class ClippedGradients:
     loss: Loss
     relation: Relation
 
-    def rows(self, vector: Tensor, jobs: Sequence[Job]) -> Iterator[Trained]:
+    def rows(self, vector: Tensor, jobs: Sequence[ClientJob]) -> Iterator[Trained]:
         """Yield every client's sum [d], float64, and the mean loss of the records that count, or its error."""
         return one_by_one(jobs, partial(self._row, vector), reset=self.model.reset)
 
-    def _row(self, vector: Tensor, job: Job) -> tuple[Tensor, Tensor]:
+    def _row(self, vector: Tensor, job: ClientJob) -> tuple[Tensor, Tensor]:
         rng = job.secret()
         self.model.vector.copy_(vector)
         batch = secret_batch(len(job.records), self.sampling_rate, rng)
@@ -52,7 +52,7 @@ class MinusMean:
     """Minus the noised sum over the expected size of the batch, a public number: sum and noise are divided together.
 
     Attributes:
-        expected_size: of the batch.
+        expected_size: expected number of records in the batch, a public number.
     """
 
     slot: ClassVar[Literal["after_noise"]] = "after_noise"
@@ -67,10 +67,11 @@ class MinusMean:
 class FedSGDDPCRecipe:
     """One reply: minus the mean of the clipped gradients of the client's records, plus noise by the client's own budget.
 
-    Every record's gradient is clipped to `clip_norm`, L1 under Laplace noise and L2 under Gaussian noise. A record whose loss or
-    gradient is not finite counts as zero, and so does one that can't be read or raises, so that no record can make the client
-    refuse. The mean's denominator is public and fixed, num_records x sampling_rate, never the size of the batch that was
-    drawn. Under Gaussian noise every record is in a batch independently with probability `sampling_rate`, drawn with the secret
+    Every record's gradient is clipped to `clip_norm`, L1 under Laplace noise and L2 under Gaussian noise. A record counts as zero
+    if its loss or gradient is not finite, it can't be read, or it raises an error. So no record can make the client refuse. The
+    mean's denominator is public and fixed, num_records x sampling_rate, never the size of the batch that was drawn.
+
+    Under Gaussian noise every record is in a batch independently with probability `sampling_rate`, drawn with the secret
     generator of the noise, anew for every reply. Dropout drops the same units for all records of a reply, so a record in the
     batch changes no other record's gradient.
 
@@ -79,11 +80,11 @@ class FedSGDDPCRecipe:
         clip_norm: bound on the norm of one record's gradient.
         epsilon: budget of all replies together, one number or one by client name; math.inf: no noise, not private.
         delta: 0 for Laplace, in (0, 1) for Gaussian.
-        num_replies: the most replies that a client will ever send, one number or one by client name.
+        num_replies: maximum number of replies that a client will ever send, one number or one by client name.
         num_records: public data size, one number or one by client name; None: the number of records, which replace-one leaves
-            public. Under add-or-remove-one it must be given, since the true number is then protected.
-        sampling_rate: part of the records in a batch, in expectation; 1 for Laplace.
-        relation: neighbouring relation; replace-one in the paper.
+            public. Under add-or-remove-one it must be given, because the true number is then protected.
+        sampling_rate: expected fraction of the records in a batch; 1 for Laplace.
+        relation: neighboring relation; replace-one in the paper.
         loss: model outputs, targets -> loss, for batches of one record.
 
     Example:
@@ -114,22 +115,22 @@ class FedSGDDPCRecipe:
         for replies in values_in(self.num_replies):
             checks.integer("num_replies", replies, at_least=1)
         for epsilon in values_in(self.epsilon):
-            # Refuses every other impossible value as well; the noise does not depend on the number of records.
+            # `gradient_terms` refuses every other invalid value as well; the noise does not depend on the number of records.
             self._terms(epsilon, 1, 1)
 
-    def terms(self, name: str, records: Records) -> Terms:
+    def terms(self, name: str, records: Records) -> ClientTerms:
         """Return one client's terms.
 
         Raises:
-            ValueError: if it has no budget, or (under replace-one) its number of records is not the public one.
+            ValueError: if the client has no budget, or (under replace-one) its number of records is not the public one.
         """
         size = len(records) if self.num_records is None else value_of("num_records", self.num_records, name)
         if self.relation == "replace-one" and size != len(records):
             raise ValueError(f"num_records={size}: client {name!r} has {len(records)} records")
         return self._terms(value_of("epsilon", self.epsilon, name), value_of("num_replies", self.num_replies, name), size)
 
-    def why_unfit(self, model: FlatModel, records: Records) -> str | None:
-        """Return why the gradient of a single record can't be computed: see `MadeUp`."""
+    def unfit_reason(self, model: FlatModel, records: Records) -> str | None:
+        """Return why the gradient of a single record can't be computed: see `DryRunnable`."""
         return dry_run.of_records(model, records, self.loss)
 
     def pipeline(self, release: Release, *, model: FlatModel, server_round: int) -> Pipeline:
@@ -141,11 +142,11 @@ class FedSGDDPCRecipe:
             ),
             clip=clip,
             noise=FullNoise(release=release),
-            after_noise=MinusMean(expected_size=release.expected_cohort),
+            after_noise=MinusMean(expected_size=release.expected_cohort_size),
             encode=SinglePrecision(),
         )
 
-    def _terms(self, epsilon: float, num_replies: int, num_records: int) -> Terms:
+    def _terms(self, epsilon: float, num_replies: int, num_records: int) -> ClientTerms:
         return gradient_terms(
             mechanism=self.mechanism,
             clip_norm=self.clip_norm,

@@ -7,16 +7,17 @@ from dataclasses import dataclass
 import numpy as np
 
 from flower_dp.clients.reply.parts import FullNoise, RowClip
-from flower_dp.clients.reply.pipeline import Job, Pipeline, Train, Trained
+from flower_dp.clients.reply.pipeline import ClientJob, Pipeline, Train, Trained
 from flower_dp.clients.reply.sending import SinglePrecision
 from flower_dp.core import checks
 from flower_dp.core.vectors import Array
-from flower_dp.privacy.client_terms import Terms
+from flower_dp.privacy.client_terms import ClientTerms
 from flower_dp.privacy.nbafl import weights_terms
 from flower_dp.privacy.release import Release
 
 log = logging.getLogger("flwr")
 
+# The lattice of a reply is finer than that of the averages by this factor.
 _FINER = 2.0**10
 
 
@@ -37,16 +38,16 @@ class WeightsOrGlobal:
     """Training whose row is the trained weights, or the global model's if training fails or is not finite.
 
     Attributes:
-        train: gives trained weights, NumPy arrays.
+        train: training that gives weights, as NumPy arrays.
     """
 
     train: Train
 
-    def rows(self, vector: Array, jobs: Sequence[Job]) -> Iterator[Trained]:
+    def rows(self, vector: Array, jobs: Sequence[ClientJob]) -> Iterator[Trained]:
         """Yield every client's weights [d] and training loss."""
         for trained in self.train.rows(vector, jobs):
             if isinstance(trained, Exception):
-                log.error("training failed: the reply is made from the global model", exc_info=trained)
+                log.error("Training failed: the reply is made from the global model", exc_info=trained)
                 yield vector, np.zeros(())
                 continue
             weights, loss = trained
@@ -57,21 +58,21 @@ class WeightsOrGlobal:
 class NbAFLTerms:
     """One client's own terms under NbAFL, for `privacy_mod`: its trained weights, clipped to `clip_norm`, plus Gaussian noise.
 
-    It corresponds to `NbAFLRecipe` for `LocalDPClient`. If training fails, or the weights are not finite or have other shapes,
-    the reply is made from the global model that the server sent, so that no record decides whether a client replies.
+    They correspond to `NbAFLRecipe` for `LocalDPClient`. If training fails, or the weights are not finite or have other shapes,
+    the client replies with the server's global model, clipped and noised. So no record decides whether a client replies.
 
     Attributes:
         clip_norm: L2 bound of the weights (paper: C).
-        epsilon: what all `num_replies` replies cost at most, proved; math.inf: no noise, not private.
+        epsilon: proved upper bound for all `num_replies` replies together; math.inf: no noise, not private.
         paper_epsilon: in its place, the paper's epsilon over `uplink_exposures` replies.
-        delta: of either.
-        uplink_exposures: with `paper_epsilon`: the number of replies for which the paper's noise is calibrated (paper: L).
-        min_records: the fewest records of any client (paper: m).
-        num_records: of this client; with fewer than `min_records` it does not reply.
-        num_replies: the most replies that this client will ever send; must be given with `epsilon`; None: `uplink_exposures`.
+        delta: delta of either epsilon.
+        uplink_exposures: number of replies for which the paper's noise is calibrated (paper: L), with `paper_epsilon`.
+        min_records: minimum number of records of any client (paper: m).
+        num_records: number of records of this client; with fewer than `min_records` it does not reply.
+        num_replies: maximum number of replies that this client will ever send; required with `epsilon`; None: `uplink_exposures`.
 
     Raises:
-        ValueError: for a value that makes no sense, naming it.
+        ValueError: for a value out of its range, naming the field.
 
     Source: Wei et al. 2020, Algorithm 1 and Section III-A.
 
@@ -97,11 +98,11 @@ class NbAFLTerms:
         checks.integer("num_records", self.num_records, at_least=0)
         self._terms()
 
-    def terms(self) -> Terms:
+    def terms(self) -> ClientTerms:
         """Return the client's terms.
 
         Raises:
-            ValueError: if it has fewer records than `min_records`.
+            ValueError: if the client has fewer records than `min_records`.
         """
         if self.num_records < self.min_records:
             raise ValueError(f"min_records={self.min_records}: this client has only {self.num_records}")
@@ -111,7 +112,7 @@ class NbAFLTerms:
         """Return the pipeline of the client's reply, with the model that its app has trained."""
         return weights_pipeline(release, train=WeightsOrGlobal(train=train), length=length)
 
-    def _terms(self) -> Terms:
+    def _terms(self) -> ClientTerms:
         return weights_terms(
             clip_norm=self.clip_norm,
             epsilon=self.epsilon,

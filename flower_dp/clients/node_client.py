@@ -1,4 +1,4 @@
-"""What the clients of a node have in common: they read the instruction, make the dry run, and answer."""
+"""Base class of clients: read the instruction, do the dry run, reply."""
 
 import logging
 import time
@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from flower_dp import wire
 from flower_dp.clients import answering
 from flower_dp.clients.account import refuse_ledger
-from flower_dp.clients.answering import NOT_HOSTED, Sum, Work
-from flower_dp.clients.kept import keep
+from flower_dp.clients.answering import NOT_HOSTED, NodeSum, NodeWork
+from flower_dp.clients.client_vectors import store_vectors
 from flower_dp.clients.policy import ClientPolicy
-from flower_dp.clients.reasons import DATA, SEE_LOG, Declined, contained, in_own_words, made_or_refused, reading
+from flower_dp.clients.refusal_messages import DATA, SEE_LOG, Declined, contained, decline_invalid, made_or_refused, redact_errors
 from flower_dp.clients.reply.pipeline import failure
 from flower_dp.clients.training.devices import default_device, exact_device, reproducible
 from flower_dp.clients.training.recipe import FlatModel
@@ -30,28 +30,28 @@ from flower_dp.wire import Instruction
 log = logging.getLogger("flwr")
 
 # Clients of a node that make a dry run, if none of them can train.
-_MOST_TRIED = 16
+_MAX_TRIED = 16
 
 
-class NodeClient(NumPyClient):
+class HostingClient(NumPyClient):
     """The common base of this package's clients: hosted clients, model, instruction and reply.
 
-    It answers with one payload, the sum of its clients' rows. It sends no record, no example count and, unless its policy allows
+    It replies with one payload, the sum of its clients' rows. It sends no record, no example count and, unless its policy allows
     it, no metric. Subclasses list in `methods` the methods that they run, and return their pipelines from `_work`.
 
     Args:
-        model: the architecture; its weights are overwritten. Without BatchNorm. Nodes of one process may share a `FlatModel`, and
-            with it all that is found out about it and traced for it.
-        clients: the records of every client that lives here, by its stable name; on a device one.
+        model: architecture without BatchNorm; its weights are overwritten. Nodes of one process may share a `FlatModel`, and with
+            it everything found out about it and traced for it.
+        clients: records of every hosted client, by its stable name; a device hosts one.
         policy: this client's own limits.
-        device: where to train; by default the GPU if this process has one, else the CPU.
-        seed: governs the order of records, never the noise.
-        noise_seed: for tests only: fixed noise, of which the server is told, so that the run counts as not private.
-        context: of the node, as `client_fn` receives it; `client_app` attaches it itself.
+        device: device to train on; by default the GPU if this process has one, else the CPU.
+        seed: seed of the order of records, never of the noise.
+        noise_seed: seed of fixed noise, for tests only; the server learns of it, so that the run counts as not private.
+        context: context of the node, as `client_fn` receives it; `client_app` attaches it itself.
 
     Attributes:
-        dry_run_seconds: how long the dry runs of this client have taken so far.
-        has_own_terms: whether each message is private on its own, by the clients' own terms.
+        dry_run_seconds: seconds that the dry runs of this client have taken so far.
+        has_own_terms: whether each message has its full noise, by the clients' own terms (local DP).
     """
 
     has_own_terms: bool = False
@@ -87,7 +87,7 @@ class NodeClient(NumPyClient):
         """Names of the methods that this client runs; it refuses the instructions of all others."""
 
     def attach(self, context: Context) -> None:
-        """Receive the context of the node, which has its state and what the device's owner has set; called before `fit`.
+        """Receive the context of the node, with its state and the settings of the device's owner; called before `fit`.
 
         Raises:
             Declined: if its config names a ledger and this client keeps no account: its replies would not be counted there.
@@ -96,58 +96,58 @@ class NodeClient(NumPyClient):
         self.context = context
 
     def to_client(self) -> Client:
-        """Return the client as Flower calls it: a refusal is a reply with a code, not an error, of which Flower sends a text."""
+        """Return the client as Flower calls it. A refusal is a reply with a code, because Flower sends the text of an error."""
         return _Replying(self).to_client()
 
     def get_properties(self, config: dict[str, Any]) -> dict[str, Any]:
-        """Return the answer to the client query: see `hosts`."""
-        with in_own_words("naming the clients"):
-            return {wire.KEY: self.hosts(self.why_unable())}
+        """Return the reply to the client query: see `describe_hosted`."""
+        with redact_errors("naming the clients"):
+            return {wire.KEY: self.describe_hosted(self.unable_reason())}
 
-    def hosts(self, why_unable: str | None) -> str:
-        """Return the names of the hosted clients, of the methods that they run, and why none of them can train, if so."""
+    def describe_hosted(self, unable_reason: str | None) -> str:
+        """Return as text the names of the hosted clients, their methods, and the reason if none of them can train."""
         names = tuple(sorted(self.clients))
-        return wire.Hosted(names=names, methods=frozenset(self.methods), unable=why_unable or "").to_json()
+        return wire.HostedClients(names=names, methods=frozenset(self.methods), unable=unable_reason or "").to_json()
 
-    def why_unable(self) -> str | None:
-        """Return why none of the hosted clients can train, in fixed words; None if one can, or nobody knows.
+    def unable_reason(self) -> str | None:
+        """Return why none of the hosted clients can train, in fixed words; None if one can, or in doubt.
 
         Clients are tried one after another until one can train, and no more than a few.
         """
-        found = []
-        for name in islice(self.clients, _MOST_TRIED):
+        reasons = []
+        for name in islice(self.clients, _MAX_TRIED):
             try:
                 with contained():
                     records = self.clients[name]
             except Exception as error:
-                found.append(failure(name, error, DATA).reason)
+                reasons.append(failure(name, error, DATA).reason)
                 continue
-            if (why := self._dry_run(name, records)) is None:
+            if (unfit := self._dry_run(name, records)) is None:
                 return None
-            if why not in found:
-                log.error("client %s: dry run: %s", name, why)
-            found.append(why)
-        return found[0] if found else None
+            if unfit not in reasons:
+                log.error("Client %s: dry run: %s", name, unfit)
+            reasons.append(unfit)
+        return reasons[0] if reasons else None
 
     def _dry_run(self, name: str, records: Records) -> str | None:
         """Return why a client can't train, in fixed words; None if it can, or in doubt."""
         started = time.monotonic()
         try:
             with contained(), reproducible(self.model.device):
-                return self._why_unfit(records)
+                return self._unfit_reason(records)
         except Exception as error:
-            log.warning("client %s: no dry run: %s: %s", name, type(error).__name__, error)
+            log.warning("Client %s: no dry run: %s: %s", name, type(error).__name__, error)
             return None
         finally:
             self.dry_run_seconds += time.monotonic() - started
 
     def fit(self, parameters: list[np.ndarray], config: dict[str, Any]) -> tuple[list[np.ndarray], int, dict[str, Any]]:
-        """Return the payload arrays, 1 instead of an example count, and the answer that describes the payload.
+        """Return the payload arrays, 1 instead of an example count, and the reply header that describes the payload.
 
         Args:
-            parameters: the server's model, frozen arrays among them, in the order of this client's own, and behind it the vectors
-                of the ask.
-            config: holds the instruction.
+            parameters: arrays of the server's model, frozen ones included, in the order of this client's own, and behind them the
+                vectors of the request.
+            config: config with the instruction.
 
         Raises:
             Declined: if the server's instruction is missing, malformed or against this client's policy, or the model does not
@@ -158,12 +158,12 @@ class NodeClient(NumPyClient):
         return arrays, 1, answer
 
     def answer(self, arrays: Mapping[str, np.ndarray], config: Mapping[str, Any]) -> tuple[list[np.ndarray], dict[str, Any]]:
-        """Return the payload arrays, and the answer that describes them.
+        """Return the payload arrays, and the reply header that describes them.
 
         Args:
-            arrays: of the message, in order: the server's model, frozen arrays among them, by name or by position, and behind it
-                the vectors of the ask.
-            config: holds the instruction.
+            arrays: arrays of the message, by name or by position, in order: the server's model, frozen arrays included, and
+                behind it the vectors of the request.
+            config: config with the instruction.
 
         Raises:
             Declined, Failed: as `fit`.
@@ -171,7 +171,7 @@ class NodeClient(NumPyClient):
         return self._answer("training", arrays, config)
 
     def evaluate(self, parameters: list[np.ndarray], config: dict[str, Any]) -> tuple[float, int, dict[str, Any]]:
-        """Return 0 instead of a loss, 1 instead of an example count, and the answer to a private evaluation.
+        """Return 0 instead of a loss, 1 instead of an example count, and the reply to a private evaluation.
 
         Raises:
             Declined, Failed: as `fit`.
@@ -179,11 +179,11 @@ class NodeClient(NumPyClient):
         return 0.0, 1, self.evaluation(_in_order(parameters), config)
 
     def evaluation(self, arrays: Mapping[str, np.ndarray], config: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the answer to a private evaluation, which has its payload inside.
+        """Return the reply to a private evaluation, which has its payload inside.
 
         Args:
-            arrays: of the message, as for `answer`.
-            config: holds the instruction.
+            arrays: arrays of the message, as for `answer`.
+            config: config with the instruction.
 
         Raises:
             Declined, Failed: as `fit`.
@@ -193,21 +193,22 @@ class NodeClient(NumPyClient):
     def _answer(
         self, what: str, arrays: Mapping[str, np.ndarray], config: Mapping[str, Any]
     ) -> tuple[list[np.ndarray], dict[str, Any]]:
-        with in_own_words(what), reproducible(self.model.device):
-            with reading():
+        with redact_errors(what), reproducible(self.model.device):
+            with decline_invalid():
                 instruction = wire.instruction_of(config, list(arrays.values()))
             answering.check(self, instruction, evaluates=what == "evaluation")
             self._check_base(config.get(wire.BASE))
             vector = self._vector(arrays, instruction)
-            with reading():
+            with decline_invalid():
                 instruction.ask.check_vectors(self.vectors if instruction.ask.metrics is None else (), vector.numel())
             made, text = answering.answered(self, instruction, vector, self._work(vector, instruction), _metrics)
-            if self.context is not None:  # accounts were charged, and nothing is left that could fail
-                keep(self.context.state, {name: row.to("cpu", torch.float32).numpy() for name, row in made.kept.items()})
+            # Last: accounts were charged, and no later step could fail and leave a vector without its reply.
+            if self.context is not None:
+                store_vectors(self.context.state, {name: row.to("cpu", torch.float32).numpy() for name, row in made.kept.items()})
             return list(made.payload.arrays), {wire.KEY: text}
 
     def _hosted(self, names: Iterable[str]) -> tuple[dict[str, Records], dict[str, wire.Refusal]]:
-        """Return the records of clients by their names, and why others don't reply."""
+        """Return the records of the hosted clients by name, and the refusals of the others."""
         hosted: dict[str, Records] = {}
         refused: dict[str, wire.Refusal] = {}
         for name in names:
@@ -221,13 +222,13 @@ class NodeClient(NumPyClient):
         return hosted, refused
 
     def _check_base(self, servers: object) -> None:
-        """Refuse to work on another frozen base than the one that the server names: the update would be one of another model.
+        """Refuse to work on another frozen base than the server's: the update would be one of another model.
 
         Raises:
-            Declined: with the server's hash; that of this client's own base is in the node's log alone.
+            Declined: with the server's hash; the hash of this client's own base is in the node's log alone.
         """
         if servers is not None and servers != self.model.base:
-            log.error("the frozen base of this client's model has SHA-256 %s", self.model.base or "none: it has no frozen base")
+            log.error("The frozen base of this client's model has SHA-256 %s", self.model.base or "none: it has no frozen base")
             raise Declined(f"base={str(servers)[:16]}: this client's model has another frozen base; load the server's; {SEE_LOG}")
 
     @property
@@ -236,10 +237,10 @@ class NodeClient(NumPyClient):
         return ()
 
     def _vector(self, arrays: Mapping[str, np.ndarray], instruction: Instruction) -> Tensor:
-        """Return what is trained of the server's model as a vector [d].
+        """Return the trained part of the server's model as a vector [d].
 
         Raises:
-            Declined: if it is not this client's model.
+            Declined: if the arrays do not fit this client's model.
         """
         layout, names = self.model.layout, list(arrays)[: len(arrays) - len(instruction.ask.vectors)]
         trained = {name: arrays[name] for position, name in enumerate(names) if position not in instruction.frozen}
@@ -249,39 +250,39 @@ class NodeClient(NumPyClient):
             trained = dict(zip(layout.names, trained.values(), strict=True))
         if set(trained) != set(layout.names):
             raise Declined(f"the server's model has arrays {sorted(trained)}, this client's {sorted(layout.names)}")
-        with reading(), np.errstate(over="ignore"):
+        with decline_invalid(), np.errstate(over="ignore"):
             vector = layout.flatten(trained)
         if not np.isfinite(vector).all():  # every record would count as zero, and be paid for
             raise Declined("the server's model has NaN or infinite entries")
         return torch.from_numpy(vector).to(exact_device(self.model.device))
 
     @abstractmethod
-    def _why_unfit(self, records: Records) -> str | None:
-        """Return why nobody can train on records like these, in fixed words; None if somebody can, or nobody knows."""
+    def _unfit_reason(self, records: Records) -> str | None:
+        """Return why no client can train on records of this kind, in fixed words; None if a client can, or in doubt."""
 
     @abstractmethod
-    def _work(self, vector: Tensor, instruction: Instruction) -> Work:
+    def _work(self, vector: Tensor, instruction: Instruction) -> NodeWork:
         """Return the work of this node's clients; charge accounts before any record is read."""
 
 
 class _Replying(NumPyClient):
-    """A client that refuses by a reply."""
+    """A client that refuses by a reply, not by an error."""
 
-    def __init__(self, client: NodeClient) -> None:
+    def __init__(self, client: HostingClient) -> None:
         self._client = client
 
     def get_properties(self, config: dict[str, Any]) -> dict[str, Any]:
-        """Return as `NodeClient.get_properties`, or a refusal."""
+        """Return as `HostingClient.get_properties`, or a refusal."""
         made = made_or_refused("naming the clients", lambda: self._client.get_properties(config))
         return _refused(made) if isinstance(made, wire.Refusal) else made
 
     def fit(self, parameters: list[np.ndarray], config: dict[str, Any]) -> tuple[list[np.ndarray], int, dict[str, Any]]:
-        """Return as `NodeClient.fit`, or a refusal."""
+        """Return as `HostingClient.fit`, or a refusal."""
         made = made_or_refused("training", lambda: self._client.fit(parameters, config))
         return ([], 1, _refused(made)) if isinstance(made, wire.Refusal) else made
 
     def evaluate(self, parameters: list[np.ndarray], config: dict[str, Any]) -> tuple[float, int, dict[str, Any]]:
-        """Return as `NodeClient.evaluate`, or a refusal."""
+        """Return as `HostingClient.evaluate`, or a refusal."""
         made = made_or_refused("evaluation", lambda: self._client.evaluate(parameters, config))
         return (0.0, 1, _refused(made)) if isinstance(made, wire.Refusal) else made
 
@@ -295,10 +296,10 @@ def _in_order(parameters: list[np.ndarray]) -> dict[str, np.ndarray]:
     return {str(position): array for position, array in enumerate(parameters)}
 
 
-def _metrics(made: Sum) -> dict[str, float]:
-    """Return the sums of training losses, and of the norms of updates before the clip and their squares where they were measured.
+def _metrics(made: NodeSum) -> dict[str, float]:
+    """Return the sums of training losses and, if measured, of the norms of updates before the clip and of their squares.
 
-    The number of clipped updates is not told: a share of clipped clients would tell how many there are.
+    The number of clipped updates is not sent: a share of clipped clients would reveal their number.
     """
     on = made.losses[0].device
     losses = torch.stack([loss.to(on) for loss in made.losses]).to("cpu", torch.float32)

@@ -3,56 +3,55 @@
 import math
 from dataclasses import dataclass, fields
 
-from flower_dp.clients.reasons import Declined
+from flower_dp.clients.refusal_messages import Declined
 from flower_dp.core import checks
 from flower_dp.privacy.release import Release
-from flower_dp.wire import Ask
+from flower_dp.wire import ReleaseRequest
 
-# What two ways to compute one ratio may differ by.
+# The relative difference between two ways to compute one ratio.
 _ROUNDING = 1e-9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClientPolicy:
-    """Limits that a client sets for its own protection; instructions beyond them are refused.
+    """Limits that a client sets for its own protection; it refuses instructions beyond them.
 
-    A policy without any limit trusts the server: it accepts every instruction. A policy with one limit or more accepts nothing
+    A policy without any limit trusts the server: it accepts every instruction. A policy with at least one limit accepts nothing
     that it has no limit for. It then refuses training unless it says how much noise training needs, in all
     (`min_noise_multiplier`) or on the device (`min_noise_std`), and evaluations unless it says how much noise they need. Limits
-    of evaluation default to those of training. A limit of 0 is a limit: it says that no noise will do.
+    of evaluation default to those of training. A limit of 0 is a limit: it says that no noise is enough.
 
-    Where every message is private by the client's own terms (`LocalDPClient`, `privacy_mod` with terms), those terms are the
-    limit. What a policy names beside them is compared with the client's own noise, never with the server's word.
+    Under local DP (`LocalDPClient`, `privacy_mod` with terms) the client's own terms are the limit. Other limits of a policy are
+    compared with the client's own noise, never with the server's promise.
 
     Attributes:
-        max_clip_norm: largest clip norm of an update to work with; None for any.
-        min_clip_norm: smallest clip norm of an update to work with; None for any.
-        min_noise_multiplier: smallest noise multiplier that the server must promise for the whole release.
-        min_noise_std: smallest std of the noise that this client itself adds; instructions with less noise on the device are
-            refused. It needs `max_clip_norm`: under a clip that the server chooses no noise is enough. Where the server's clip
-            norm is adaptive, it is compared with the noise that there would be if the norm of the client's row, its indicator
-            among it, were `max_clip_norm`.
-        max_shares: largest number of shares that may make up the noise of a release: this client itself must then add noise of
+        max_clip_norm: maximum clip norm of an update; None for any.
+        min_clip_norm: minimum clip norm of an update; None for any.
+        min_noise_multiplier: minimum noise multiplier that the server must promise for the whole release.
+        min_noise_std: minimum std of the noise that this client itself adds; it refuses instructions with less noise on the
+            device. It needs `max_clip_norm`: under a clip that the server chooses no noise is enough. If the server's clip norm
+            is adaptive, the noise is first scaled to a row, indicator included, of norm `max_clip_norm`.
+        max_shares: maximum number of shares that may make up the noise of a release. This client itself must then add noise of
             std (noise multiplier promised x clip norm) / sqrt(max_shares) at least, in training and in evaluations, whatever the
-            clip norm. So a server that counts on more clients than there are is refused, and so is central placement.
-        allow_metrics: whether training metrics may be sent when the server asks for them; they are not private.
+            clip norm. So it refuses a server that counts on more clients than there are, and central placement.
+        allow_metrics: whether training metrics may be sent if the server requests them; they are not private.
         allow_evaluation: whether to take part in private evaluations.
-        min_evaluation_noise_multiplier: smallest noise multiplier that the server must promise for a private evaluation; None:
+        min_evaluation_noise_multiplier: minimum noise multiplier that the server must promise for a private evaluation; None:
             `min_noise_multiplier`.
-        min_evaluation_noise_std: smallest std of the noise that this client itself adds to its vector in a private evaluation,
+        min_evaluation_noise_std: minimum std of the noise that this client itself adds to its vector in a private evaluation,
             whose norm is at most 1; None: `min_noise_std` / `max_clip_norm`.
 
     Raises:
-        ValueError: for a value that makes no sense, naming it.
+        ValueError: for a value out of its range, naming the field.
 
     Example:
         >>> from flower_dp.clients import ClientPolicy
-        >>> from flower_dp.wire import Ask, Promise
+        >>> from flower_dp.wire import Promise, ReleaseRequest
         >>> policy = ClientPolicy(max_clip_norm=1.0, min_noise_multiplier=0.8)
-        >>> policy.check(Ask(promise=Promise(clip_norm=1.0, noise_multiplier=0.5), placement="central"))
+        >>> policy.check(ReleaseRequest(promise=Promise(clip_norm=1.0, noise_multiplier=0.5), placement="central"))
         Traceback (most recent call last):
             ...
-        flower_dp.clients.reasons.Declined: declined: noise_multiplier=0.5: this client's policy asks for 0.8
+        flower_dp.clients.refusal_messages.Declined: declined: noise_multiplier=0.5: this client's policy requires at least 0.8
     """
 
     max_clip_norm: float | None = None
@@ -76,63 +75,61 @@ class ClientPolicy:
         checks.flag("allow_metrics", self.allow_metrics)
         checks.flag("allow_evaluation", self.allow_evaluation)
         if self.min_noise_std and self.max_clip_norm is None:
-            why = "protects nothing while the server chooses the clip norm; set max_clip_norm too"
-            raise ValueError(f"min_noise_std={self.min_noise_std:g}: {why}")
+            problem = "protects nothing while the server chooses the clip norm; set max_clip_norm too"
+            raise ValueError(f"min_noise_std={self.min_noise_std:g}: {problem}")
 
     @property
     def least_evaluation_multiplier(self) -> float | None:
-        """The smallest noise multiplier of an evaluation, None if no limit says it."""
-        own = self.min_evaluation_noise_multiplier
-        return self.min_noise_multiplier if own is None else own
+        """The minimum noise multiplier of an evaluation; None without a limit."""
+        least = self.min_evaluation_noise_multiplier
+        return self.min_noise_multiplier if least is None else least
 
     @property
     def least_evaluation_std(self) -> float | None:
-        """The smallest std of the noise on the device in an evaluation, None if no limit says it."""
+        """The minimum std of the noise on the device in an evaluation; None without a limit."""
         if self.min_evaluation_noise_std is not None or self.min_noise_std is None:
             return self.min_evaluation_noise_std
         return self.min_noise_std / (self.max_clip_norm or 1.0)
 
     @property
     def _limits(self) -> dict[str, float]:
-        """The limits that are set: all fields that default to None."""
-        names = [one.name for one in fields(self) if one.default is None]
+        """The limits that are set, among all fields that default to None."""
+        names = [field.name for field in fields(self) if field.default is None]
         return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
 
-    def check(self, ask: Ask) -> None:
+    def check(self, ask: ReleaseRequest) -> None:
         """Refuse training that this policy does not allow: its clip norm, or its noise in all or on the device.
 
         Raises:
-            Declined: naming the limit and the value asked for.
+            Declined: naming the limit and the requested value.
         """
         self._check_clip(ask)
         self._check_noise(ask, "training", "min_noise_multiplier", self.min_noise_multiplier, self._least_std(ask))
 
-    def _least_std(self, ask: Ask) -> float | None:
-        """Return the smallest std of this client's own noise in training: with an adaptive clip norm in proportion to the row."""
+    def _least_std(self, ask: ReleaseRequest) -> float | None:
+        """Return the minimum std of this client's own noise in training, in proportion to the row under an adaptive clip norm."""
         if not self.min_noise_std or self.max_clip_norm is None or ask.indicator is None:
             return self.min_noise_std
         return self.min_noise_std * ask.promise.clip_norm / self.max_clip_norm * (1 - _ROUNDING)
 
-    def check_local(self, ask: Ask) -> None:
-        """Refuse training in which every message is private by the client's own terms, if this policy does not allow it.
-
-        `check_own` compares the noise of those terms.
+    def check_local(self, ask: ReleaseRequest) -> None:
+        """Refuse training under local DP that this policy does not allow; `check_own` compares the noise.
 
         Raises:
-            Declined: naming the limit and the value asked for.
+            Declined: naming the limit and the requested value.
         """
         self._check_clip(ask)
         if self.min_noise_std:
             raise Declined(f"min_noise_std={self.min_noise_std:g}: this client's noise follows from its own budget alone")
 
-    def _check_clip(self, ask: Ask) -> None:
+    def _check_clip(self, ask: ReleaseRequest) -> None:
         clip_norm = ask.promise.clip_norm if ask.indicator is None else ask.indicator.clip_norm
         _at_least(f"clip_norm={clip_norm:g}", clip_norm, self.min_clip_norm)
         if self.max_clip_norm is not None and not clip_norm <= self.max_clip_norm:
             raise Declined(f"clip_norm={clip_norm:g}: this client's policy allows at most {self.max_clip_norm:g}")
 
-    def _check_noise(self, ask: Ask, what: str, limit: str, multiplier: float | None, std: float | None) -> None:
-        """Compare the noise of an ask, in all and on the device, with these limits, of which there must be one."""
+    def _check_noise(self, ask: ReleaseRequest, what: str, limit: str, multiplier: float | None, std: float | None) -> None:
+        """Compare the noise of a request, in all and on the device, with these limits; at least one of them must be set."""
         if self._limits and multiplier is None and std is None:
             raise Declined(f"{what}: this client's policy has limits, but none of its noise; set {limit} too")
         of = "" if ask.metrics is None else " of an evaluation"
@@ -147,18 +144,18 @@ class ClientPolicy:
                 shares = f"max_shares={self.max_shares} shares of the noise, each of {least:g} at least"
                 raise Declined(f"noise_std={ask.noise_std:g}: this client's policy allows {shares}")
 
-    def check_evaluation(self, ask: Ask) -> None:
+    def check_evaluation(self, ask: ReleaseRequest) -> None:
         """Refuse a private evaluation with less noise than this policy needs, in all or on the device.
 
         Raises:
-            Declined: naming the limit and the value asked for.
+            Declined: naming the limit and the requested value.
         """
         self._check_evaluates()
         multiplier, std = self.least_evaluation_multiplier, self.least_evaluation_std
         self._check_noise(ask, "an evaluation", "min_evaluation_noise_multiplier", multiplier, std)
 
     def check_own(self, release: Release) -> None:
-        """Refuse to train if the client's own noise, where its every message is private on its own, is below a limit.
+        """Refuse to train under local DP if the noise of the client's own terms is below a limit.
 
         Raises:
             Declined: naming the limit.
@@ -166,7 +163,7 @@ class ClientPolicy:
         _own_at_least("min_noise_multiplier", release.mechanism.noise_multiplier, self.min_noise_multiplier)
 
     def check_own_evaluation(self, release: Release) -> None:
-        """Refuse an evaluation if the client's own noise, where its every message is private on its own, is below a limit.
+        """Refuse an evaluation under local DP if the noise of the client's own terms is below a limit.
 
         Raises:
             Declined: naming the limit.
@@ -183,7 +180,7 @@ class ClientPolicy:
 
 def _at_least(what: str, value: float, least: float | None) -> None:
     if least is not None and not value >= least:
-        raise Declined(f"{what}: this client's policy asks for {least:g}")
+        raise Declined(f"{what}: this client's policy requires at least {least:g}")
 
 
 def _own_at_least(limit: str, value: float, least: float | None) -> None:

@@ -42,19 +42,19 @@ class ScaffoldRecipe(DPFedPAQRecipe):
     and reports this to the server.
 
     Attributes:
-        steps: the parameters that both sides know, as for `DPFedPAQRecipe`.
+        steps: parameters that both sides know, as for `DPFedPAQRecipe`.
         epsilon: budget of all replies together, one number or one by client name; math.inf: no noise, not private.
-        delta: of the budget, in (0, 1).
-        num_replies: the most replies that a client will ever send, one number or one by client name.
-        calibration: `exact`: noise for all replies together; `paper`: the paper's, where epsilon and delta are of one reply, and
-            all replies together cost more: see `update_terms`.
-        quantization_levels: levels above 0 of what is sent; None: float32.
+        delta: delta of the budget, in (0, 1).
+        num_replies: maximum number of replies that a client will ever send, one number or one by client name.
+        calibration: `exact`: noise for all replies together; `paper`: the paper's noise, for which epsilon and delta are of one
+            reply, and all replies together cost more: see `update_terms`.
+        quantization_levels: levels above 0 of the quantized row; None: float32.
         loss: model outputs, targets -> loss, for batches of one record.
-        common: the server's c [d] of a round: see `given`.
-        own: the client's c_i [d]; None: zero.
+        common: server's c [d] of a round: see `given`.
+        own: client's c_i [d]; None: zero.
 
     Raises:
-        ValueError: for a value that makes no sense, naming field and value.
+        ValueError: for a value out of its range, naming field and value.
 
     Example:
         >>> from flower_dp.clients import ScaffoldRecipe
@@ -84,5 +84,5 @@ class ScaffoldRecipe(DPFedPAQRecipe):
         return replace(made, keep=ControlVariate(common=self.common, divisor=divisor))
 
     def _drift(self) -> Tensor | None:
-        """Return c - c_i, of which both are public."""
+        """Return c - c_i; both are public."""
         return self.common if self.common is None or self.own is None else self.common - self.own

@@ -1,1 +1,1 @@
-"""The mathematics: vectors, clipping, noise, sampling, compression. Neither Flower nor torch is imported here."""
+"""The mathematics: vectors, clipping, noise, sampling, compression. Imports neither Flower nor torch."""

@@ -1,4 +1,4 @@
-"""Checks of configuration values: every refusal names the field, the value and what would be valid."""
+"""Checks of configuration values: every error names the field, the value and the valid range."""
 
 import json
 import math
@@ -7,39 +7,39 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-# Characters of a name of a client, a method or a metric.
+# Longest name of a client, a method or a metric, in characters.
 MOST_NAME = 200
-# Characters of a run's id.
+# Longest id of a run, in characters.
 MOST_ID = 64
-# Of what is counted for as long as a ledger lasts.
+# Largest count of a ledger; a float64 holds every whole number up to it.
 MOST_COUNT = 2**53
 _Bound = float | None
 
 
 class SettingsError(ValueError):
-    """All that is wrong with some settings, a line each; nothing was started or spent.
+    """The errors of some settings, one a line. Nothing was started or charged.
 
     Attributes:
-        errors: what is wrong, one by one, where that is known.
+        errors: the single errors, if they are known.
     """
 
     errors: tuple[ValueError, ...] = ()
 
 
 class BadValue(ValueError):  # noqa: N818 - raised by the name of what is bad
-    """A value that is out of its range. `field` names it, as the message does."""
+    """An invalid value. `field` names it, as the message does."""
 
     def __init__(self, field: str, message: str) -> None:
         self.field = field
         super().__init__(message)
 
     def __reduce__(self) -> tuple[type["BadValue"], tuple[str, str]]:
-        """Have the error pickled with both of its arguments, as a worker's process sends it."""
+        """Pickle the error with both arguments: a worker process sends errors to its parent."""
         return type(self), (self.field, str(self))
 
 
 def bad(field: str, value: object, wanted: str) -> BadValue:
-    """Return the error that a field's value is not what is wanted, to be raised.
+    """Return an error for the caller to raise: the field's value must be what is wanted.
 
     Example:
         >>> from flower_dp.core.checks import bad
@@ -50,21 +50,21 @@ def bad(field: str, value: object, wanted: str) -> BadValue:
 
 
 def refusal(field: str, value: object, why: str) -> BadValue:
-    """Return the error that a field's value is refused, with the reason, to be raised."""
+    """Return an error for the caller to raise: the field's value is refused, with the reason."""
     return BadValue(field, f"{field}={_shown(value)}: {why}")
 
 
-class Findings:
-    r"""What is wrong with some settings, collected so that all of it is told at once.
+class ErrorCollector:
+    r"""The errors of some settings, collected so that the user sees all of them at once.
 
     Example:
-        >>> from flower_dp.core.checks import Findings, integer, number
-        >>> findings = Findings()
-        >>> with findings.noted():
+        >>> from flower_dp.core.checks import ErrorCollector, integer, number
+        >>> collector = ErrorCollector()
+        >>> with collector.collect_errors():
         ...     integer("num-rounds", -1, at_least=0)
-        >>> with findings.noted():
+        >>> with collector.collect_errors():
         ...     number("delta", 2.0, below=1)
-        >>> [str(error) for error in findings.errors]
+        >>> [str(error) for error in collector.errors]
         ['num-rounds=-1: must be a whole number >= 0', 'delta=2.0: must be a finite number < 1']
     """
 
@@ -72,18 +72,18 @@ class Findings:
         self.errors: list[ValueError] = []
 
     @contextmanager
-    def noted(self) -> Iterator[None]:
-        """Note the ValueError that ends the block, if any, or all those of a `SettingsError`."""
+    def collect_errors(self) -> Iterator[None]:
+        """Collect the ValueError that ends the block, if any; of a `SettingsError`, all its errors."""
         try:
             yield
         except ValueError as error:
             self.errors += getattr(error, "errors", ()) or [error]
 
-    def refuse(self) -> None:
-        """Raise what was found.
+    def raise_if_any(self) -> None:
+        """Raise the collected errors.
 
         Raises:
-            SettingsError: if anything was, each once.
+            SettingsError: if there are any; each line once.
         """
         if self.errors:
             lines = [line for error in self.errors for line in str(error).splitlines()]
@@ -95,10 +95,10 @@ class Findings:
 def number(
     name: str, value: Any, *, above: _Bound = None, at_least: _Bound = None, below: _Bound = None, at_most: _Bound = None
 ) -> float:
-    """Return `value` as a plain Python float if it is a finite real number within the bounds.
+    """Return `value` as a plain Python float if it is a finite real number within the bounds. Booleans are refused.
 
     Raises:
-        BadValue: naming the field, the value and the valid range. Booleans are not numbers here.
+        BadValue: naming the field, the value and the valid range.
     """
     sides = ((">", above, operator.gt), (">=", at_least, operator.ge), ("<", below, operator.lt), ("<=", at_most, operator.le))
     bounds = [(sign, bound, keeps) for sign, bound, keeps in sides if bound is not None]
@@ -114,7 +114,7 @@ def number(
 
 
 def _is_bool(value: Any) -> bool:
-    """Return whether a value is a boolean of Python, or one or more of NumPy or torch."""
+    """Return whether a value is a Python boolean, or one or more booleans of NumPy or torch."""
     return isinstance(value, bool) or str(getattr(value, "dtype", "")).rpartition(".")[2] == "bool"
 
 
@@ -146,7 +146,7 @@ def one_of(name: str, value: Any, valid: tuple[str, ...]) -> str:
 
 
 def flag(name: str, value: Any) -> bool:
-    """Return `value` if it is True or False. Other types are refused, since a text such as "no" counts as true in Python.
+    """Return `value` if it is True or False. Other types are refused: in Python a text such as "no" counts as true.
 
     Raises:
         BadValue: naming the field and the value.
@@ -157,7 +157,7 @@ def flag(name: str, value: Any) -> bool:
 
 
 def line(name: str, value: Any, *, most: int = MOST_NAME) -> str:
-    """Return `value` if it is a text on one line: not empty, printable, and of at most `most` characters.
+    """Return `value` if it is one line of text: not empty, printable, at most `most` characters.
 
     A name with a line end could forge lines of a statement or of a log.
 
@@ -170,7 +170,7 @@ def line(name: str, value: Any, *, most: int = MOST_NAME) -> str:
 
 
 def json_object(name: str, content: str | bytes) -> dict[str, Any]:
-    """Return the JSON object that a file, or a line of it, holds.
+    """Return the JSON object in a file, or in one line of a file.
 
     Raises:
         BadValue: naming the file, if it holds anything else.
@@ -185,7 +185,7 @@ def json_object(name: str, content: str | bytes) -> dict[str, Any]:
 
 
 def one_line(text: str, *, most: int) -> str:
-    r"""Return a text from outside as one printable line of at most `most` characters, to be logged or stated.
+    r"""Return a text from outside as one printable line of at most `most` characters, for logs and statements.
 
     Example:
         >>> from flower_dp.core.checks import one_line
@@ -198,7 +198,7 @@ def one_line(text: str, *, most: int) -> str:
 def _shown(value: Any) -> str:
     """Return the value's repr, shortened if it is long."""
     try:
-        bounds = repr(value)
+        text = repr(value)
     except ValueError:  # Python refuses to write out integers of some thousands of digits
         return f"{type(value).__name__} of some thousands of digits"
-    return bounds if len(bounds) <= 100 else f"{bounds[:40]}...{bounds[-40:]}"
+    return text if len(text) <= 100 else f"{text[:40]}...{text[-40:]}"

@@ -1,7 +1,7 @@
 """Clipping: the norm bound that all sensitivities rest on.
 
-Results are float32, and their norm is at most the bound exactly, not up to rounding. Norms are computed in float64, and a vector
-that must shrink is scaled a little below the bound, by more than the cast to float32 can add back. Vectors [d] are clipped whole,
+Results are float32. Their norm is at most the bound exactly, not up to rounding: norms are computed in float64, and a vector that
+must shrink is scaled a little below the bound, by more than the cast to float32 can add back. Vectors [d] are clipped whole,
 matrices [clients x d] row by row; NumPy arrays and torch tensors alike.
 """
 
@@ -18,9 +18,10 @@ from flower_dp.core.vectors import Array
 _MARGIN = 2.0**-22
 # Norms in [_SAFE, 1/_SAFE] come from squares well inside float64's range.
 _SAFE = 1e-100
+# Entries of a row that are converted to float64 at a time: 256 KiB, so that the copy stays in the cache.
 _BLOCK = 2**15
-# Smaller factors lose precision as float32 numbers.
 NOT_FINITE = "update has NaN or infinite entries: it can't be clipped"
+# Smaller factors lose precision as float32 numbers: those rows are scaled in float64.
 _SMALLEST_FACTOR = 1e-30
 # Below this the rounding of subnormal float32 entries could exceed the margin.
 _SMALLEST_BOUND = 1e-30
@@ -29,7 +30,7 @@ _LARGEST_BOUND = 2.0**127
 
 
 class NotFiniteError(ValueError):
-    """A vector has NaN or infinite entries, and so no norm to clip by."""
+    """Raised for a vector with NaN or infinite entries, which has no norm to clip by."""
 
 
 def l2_norms(rows: Array) -> Array:
@@ -40,7 +41,6 @@ def l2_norms(rows: Array) -> Array:
     if is_torch_array(rows):
         norms = xp.linalg.vector_norm(rows, axis=-1, dtype=xp.float64)  # entry by entry, without a copy
     else:
-        # Block by block: float64 copies that stay in the cache.
         starts = range(0, max(1, rows.shape[-1]), _BLOCK)
         with np.errstate(over="ignore"):  # overflowing norms are computed again below
             blocks = [xp.linalg.vector_norm(xp.astype(rows[..., i : i + _BLOCK], xp.float64), axis=-1) for i in starts]
@@ -62,8 +62,8 @@ def l2_norms(rows: Array) -> Array:
 def _aligned(rows: Array) -> Array:
     """Return rows [n, d] in float64 with zeros behind them, so that each begins at a multiple of 128 bytes.
 
-    On a GPU the order in which a row is added up, and so the last bits of its norm, follow from where it begins in memory. They
-    must not follow from the row's place among those of other clients.
+    On a GPU a row's address fixes the order of its sum, and so the last bits of its norm. They must not depend on the row's place
+    among the rows of other clients.
     """
     length = rows.shape[-1]
     wide = rows.new_zeros((*rows.shape[:-1], length + -length % 16), dtype=array_namespace(rows).float64)
@@ -78,7 +78,7 @@ def l1_norms(rows: Array) -> Array:
 
 
 def clip_l2(rows: Array, clip_norm: float) -> Array:
-    """Return float32 rows scaled down, where needed, to an L2 norm of at most `clip_norm`.
+    """Return float32 rows scaled down, if needed, to an L2 norm of at most `clip_norm`.
 
     Raises:
         ValueError: if `clip_norm` is not a finite number >= 1e-30, or an entry is NaN or infinite.
@@ -87,7 +87,7 @@ def clip_l2(rows: Array, clip_norm: float) -> Array:
 
 
 def clip_l1(rows: Array, clip_norm: float) -> Array:
-    """Return float32 rows scaled down, where needed, to an L1 norm of at most `clip_norm`.
+    """Return float32 rows scaled down, if needed, to an L1 norm of at most `clip_norm`.
 
     Raises:
         ValueError: if `clip_norm` is not a finite number >= 1e-30, or an entry is NaN or infinite.
@@ -96,9 +96,10 @@ def clip_l1(rows: Array, clip_norm: float) -> Array:
 
 
 def indicator(updates: Array, clip_norm: float, scale: float) -> Array:
-    """Return scale / 2 where the L2 norm of an update [d], or of each of several [n, d], is at most `clip_norm`, else -scale / 2.
+    """Return scale / 2 for an update whose L2 norm is at most `clip_norm`, else -scale / 2.
 
-    It is float64, and a little nearer to 0: by more than a cast to float32 can add back.
+    It takes one update [d], or several [n, d]. The result is float64, and a little nearer to 0: by more than a cast to
+    float32 can add back.
     """
     norms = l2_norms(updates)
     xp, value = array_namespace(norms), 0.5 * scale * (1 - _MARGIN)
@@ -106,7 +107,7 @@ def indicator(updates: Array, clip_norm: float, scale: float) -> Array:
 
 
 def _bound(clip_norm: float) -> float:
-    """The checked clip norm, less the margin."""
+    """Return the checked clip norm, less the margin."""
     return min(checks.number("clip_norm", clip_norm, above=0, at_least=_SMALLEST_BOUND), _LARGEST_BOUND) * (1 - _MARGIN)
 
 

@@ -1,7 +1,7 @@
-"""The environment variables in which whoever calls a ServerApp passes it what belongs to its run."""
+"""The environment variables that pass a run's folder and mode to a ServerApp."""
 
 # The run folder.
 RUN_FOLDER = "FLOWER_DP_RUN_FOLDER"
-# Set where the run in the run folder goes on: `RESUMED`, or `STATED` where its statement is made and it ends there.
+# Set if the run in the run folder exists already: `RESUMED` resumes it, `STATED` only rebuilds its statement.
 RESUME = "FLOWER_DP_RESUME"
 RESUMED, STATED = "resume", "statement"

@@ -8,16 +8,16 @@ import numpy as np
 
 from flower_dp.core import checks
 
-# Rounding toward zero is a bias. On a lattice that much finer than that of updates it is negligible beside the noise.
+# Rounding toward zero biases a mean. On a lattice finer than that of updates by this factor it is negligible beside the noise.
 FINER_LATTICE = 2.0**12
 _MOST_METRICS = 16
 
 
 class MetricBounds(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The metrics that an evaluation asks for, each with its public upper bound; all metrics are at least 0.
+    """The metrics that an evaluation requests, each with its public upper bound. All metrics are at least 0.
 
     Attributes:
-        bounds: the upper bound of every metric, by its name, in the order of the vectors.
+        bounds: upper bound of every metric, by name, in the order of the vectors.
 
     Raises:
         ValueError: if there are none or too many, or a bound is not above 0.
@@ -29,7 +29,7 @@ class MetricBounds(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         >>> three.counted({"loss": 8.0, "accuracy": 0.5, "f1": 0.0}).tolist()
         [0.5, 0.25, 0.0, 0.5]
         >>> metrics = MetricBounds(bounds={"loss": 4.0, "accuracy": 1.0})
-        >>> metrics.centred(np.array([[8.0, 0.5], [1.0, 0.0]])).tolist()
+        >>> metrics.centered(np.array([[8.0, 0.5], [1.0, 0.0]])).tolist()
         [[0.5, 0.0], [-0.25, -0.5]]
         >>> metrics.fractions(np.array([0.5, 0.0])).tolist()  # of the bounds
         [1.0, 0.5]
@@ -46,14 +46,14 @@ class MetricBounds(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     @property
     def num_counted(self) -> int:
-        """The number of entries of a `counted` vector."""
+        """Number of entries of a `counted` vector."""
         return len(self.bounds) + 1
 
     def counted(self, values: Mapping[str, float]) -> np.ndarray:
         """Return one client's vector [metrics + 1], float64, of L2 norm at most 1.
 
-        It has an entry a metric, clipped to [0, bound] and divided by the bound, and an entry 1 that counts the client; all are
-        divided by the square root of their number. A metric that is NaN counts as its bound.
+        Each metric is one entry, clipped to [0, bound] and divided by the bound. A last entry, 1, counts the client. All entries
+        are divided by the square root of their number. A metric that is NaN counts as its bound.
 
         Raises:
             ValueError: if a metric is missing or is no number.
@@ -61,16 +61,15 @@ class MetricBounds(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         entries = []
         for name, bound in self.bounds.items():
             if not isinstance(values.get(name), int | float):
-                raise ValueError(f"metric {name!r} is missing; there are {', '.join(map(repr, values)) or 'none'}")
+                raise ValueError(f"metric {name!r}: must be a number; the client has {', '.join(map(repr, values)) or 'none'}")
             value = float(values[name])
             entries.append(1.0 if math.isnan(value) else min(max(value / bound, 0.0), 1.0))
         return np.asarray([*entries, 1.0]) / math.sqrt(len(entries) + 1)
 
-    def centred(self, values: np.ndarray) -> np.ndarray:
-        """Return contributions of L1 norm at most 1 of metrics [n, metrics], float64.
+    def centered(self, values: np.ndarray) -> np.ndarray:
+        """Return the contributions of metrics [n, metrics], float64, of L1 norm at most 1.
 
-        A value is clipped to [0, bound], mapped to [-1, 1] and divided by the number of metrics. One that is NaN counts as its
-        bound.
+        Each value is clipped to [0, bound], mapped to [-1, 1] and divided by the number of metrics. NaN counts as the bound.
         """
         with np.errstate(over="ignore"):
             fractions = np.asarray(values, np.float64) / np.asarray(list(self.bounds.values()))
@@ -78,5 +77,5 @@ class MetricBounds(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         return np.asarray((2 * clipped - 1) / len(self.bounds))
 
     def fractions(self, mean: np.ndarray) -> np.ndarray:
-        """Return what part of its bound every metric is [metrics], of a mean of `centred` contributions."""
+        """Return each metric as a part of its bound [metrics], from a mean of `centered` contributions."""
         return np.asarray((mean * len(self.bounds) + 1) / 2)

@@ -1,7 +1,7 @@
 """Noise on a lattice: Gaussian and Laplace draws, rounded to multiples of a power of two.
 
 A proof assumes real-valued noise. With floating-point noise, the set of floats that a sum "value + noise" can take depends on the
-value, so counting them distinguishes neighbouring inputs. Here the value is first rounded toward zero to multiples of a step g,
+value, so counting them distinguishes neighboring inputs. Here the value is first rounded toward zero to multiples of a step g,
 which never raises its norm; the draw is rounded to the nearest multiple of g; and the sum is exact. For x on the lattice,
 x + round(n) = round(x + n): the result is post-processing of the ideal mechanism. A sum of separately rounded Gaussian shares of
 standard deviation s differs from that by terms of the order exp(-2 pi^2 (s / g)^2): 0 in any float, as s >= 1024 g here.
@@ -38,22 +38,22 @@ _MOST_STEPS_A_CLIP = 2.0**48
 _SMALLEST = 2.0**-900
 # Exact integers of a double; sums of lattice values must stay below.
 LARGEST_EXACT = 2.0**53
-# So many entries of a long vector are drawn at once: no second vector of its length is needed.
+# Entries of a long vector that are drawn at once, so that no second vector of its length is needed.
 _BLOCK = 2**15
 # Outside this range float32 can't hold the multiples of a step, or can't be divided by the step.
 _FLOAT32_STEPS = (2.0**-100, 2.0**100)
 
 
 def lattice_step(scale: float, *, clip_norm: float, dimension: int, norm: str = "l2") -> float:
-    """Return the step of the lattice for one release, a power of two; 0 (no lattice) where there is no noise.
+    """Return the step of the lattice for one release, a power of two; 0 (no lattice) if there is no noise.
 
-    The step is at most scale / 1024. It is also at most clip_norm / (256 sqrt(dimension)) for an L2 and
-    clip_norm / (256 dimension) for an L1 bound, so that rounding takes at most 1/256 of the clip norm off a vector.
+    The step is at most scale / 1024. It is also at most clip_norm / (256 sqrt(dimension)) for an L2 bound, and at most
+    clip_norm / (256 dimension) for an L1 bound. So rounding takes at most 1/256 of the clip norm off a vector.
 
     Args:
-        scale: scale of the smallest noise that one party adds: a standard deviation, or a Laplace scale.
+        scale: scale of the least noise that one party adds: a standard deviation, or a Laplace scale.
         clip_norm: bound on the norm of what is noised.
-        dimension: number of its coordinates.
+        dimension: number of coordinates.
         norm: `l2` or `l1`.
 
     Raises:
@@ -76,12 +76,12 @@ def check_lattice(step: float, *, scale: float, clip_norm: float) -> None:
     """Check a lattice that another party has chosen, on which this party clips and noises.
 
     Args:
-        step: of the lattice; 0 for none, without noise of this party's own.
-        scale: of the noise that this party adds; 0 if the other one adds all of it.
+        step: step of the lattice; 0 for no lattice, if this party adds no noise.
+        scale: scale of the noise that this party adds; 0 if the other party adds all of it.
         clip_norm: bound on the norm of what this party clips.
 
     Raises:
-        ValueError: if the step is no power of two, is above scale / 1024, or is so small that sums are not exact.
+        ValueError: if the step is not a power of two, is above scale / 1024, or is so small that sums are not exact.
     """
     if step == scale == 0:
         return
@@ -90,10 +90,10 @@ def check_lattice(step: float, *, scale: float, clip_norm: float) -> None:
         raise ValueError(f"step={step:g}: is too small for clip_norm={clip_norm:g} and noise of scale {scale:g}")
 
 
-def toward_zero(values: Array, step: float) -> Array:
-    """Return clipped values rounded toward zero to multiples of a step; float64 where float32 can't hold these.
+def round_toward_zero(values: Array, step: float) -> Array:
+    """Return clipped values rounded toward zero to multiples of a step; float64 if float32 can't hold these.
 
-    No entry grows, so no norm does. A step of 0 changes nothing. The step is one that `lattice_step` gives for their clip norm.
+    No entry grows, so no norm does. A step of 0 changes nothing. The step must be that of `lattice_step` for their clip norm.
     """
     if step == 0:
         return values
@@ -108,7 +108,7 @@ def toward_zero(values: Array, step: float) -> Array:
     return rounded
 
 
-def nearest(values: Array, step: float) -> Array:
+def round_to_nearest(values: Array, step: float) -> Array:
     """Return values rounded to the nearest multiples of a step, which removes all finer digits of an already noised sum."""
     if step == 0:
         return values
@@ -120,7 +120,7 @@ def gaussian(like: Array, scale: float, step: float, rng: Generator) -> Array:
     """Draw N(0, scale^2) for every entry of `like`, rounded to multiples of `step`.
 
     Args:
-        like: its shape, library and device are those of the noise.
+        like: array whose shape, library and device the noise gets.
         scale: standard deviation; 0 gives zeros.
         step: a power of two, at most scale / 1024.
         rng: a fresh generator, see `noise_generator`.
@@ -129,7 +129,7 @@ def gaussian(like: Array, scale: float, step: float, rng: Generator) -> Array:
         float64 noise.
 
     Raises:
-        ValueError: if the step is not such a power of two, or `rng` is no generator.
+        ValueError: if the step is not such a power of two, or `rng` is not a generator.
     """
     numpy = _is_numpy(rng)
     if checks.number("noise_std", scale, at_least=0) == 0:
@@ -169,14 +169,14 @@ def laplace(like: Array, scale: float, step: float, rng: np.random.Generator) ->
 
 
 def uniform(like: Array, rng: Generator) -> Array:
-    """Draw a float64 number of [0, 1) for every entry of `like`: for secret choices that are made after the noise."""
+    """Draw a float64 number in [0, 1) for every entry of `like`, for secret choices after the noise."""
     if _is_numpy(rng):
         return _to(like, rng.random(tuple(like.shape)))
     return _zeros(like).uniform_(0.0, 1.0, generator=rng)
 
 
-def exact(values: Array, step: float) -> bool:
-    """Tell whether a float64 sum of multiples of a step is exact: its entries have at most 53 bits."""
+def is_exact(values: Array, step: float) -> bool:
+    """Return whether a float64 sum of multiples of a step is exact: its entries have at most 53 bits."""
     xp = array_namespace(values)
     most = LARGEST_EXACT * step
     return step == 0 or not math.prod(values.shape) or bool((xp.min(values) > -most) & (xp.max(values) < most))
@@ -185,12 +185,12 @@ def exact(values: Array, step: float) -> bool:
 def noise_generator(seed: int | None = None, *purpose: object, on: Array | None = None) -> Generator:
     """Return a generator of noise or of secret choices, with fresh entropy from the operating system.
 
-    Make one for each reply or release, and discard it: a generator that is kept is copied with its owner, and the copies repeat
+    Make one for each reply or release, and discard it. A generator that is kept is copied with its owner, and the copies repeat
     the noise.
 
     Args:
-        seed: for tests only. Anyone who knows it can subtract the noise, so a run that uses one is not private and must say so.
-        purpose: with a seed: round, client and the like; each purpose gives different numbers.
+        seed: seed for tests only. Anyone who knows it can subtract the noise, so its run is not private and must say so.
+        purpose: round, client and the like, used with a seed only; each purpose gives different numbers.
         on: a tensor on a device with its own generator, such as a GPU; None for NumPy's generator, on the CPU.
 
     Raises:
@@ -232,7 +232,7 @@ def _geometric(shape: tuple[int, ...], rate: float, rng: np.random.Generator) ->
 
 
 def _check_step(scale: float, step: float) -> float:
-    """Return the scale in steps."""
+    """Return the scale in steps, if the step is valid for it."""
     if not step > 0 or math.frexp(step)[0] != 0.5 or scale < _STEPS_A_SCALE * step:
         raise checks.bad("step", step, f"a power of two, at most 1/{_STEPS_A_SCALE} of the noise scale {scale:g}")
     return scale / step

@@ -1,19 +1,19 @@
-"""Records that are logged to be shown, and the root logger of somebody else's program, which stays as it is."""
+"""Log records for the screen of a run, and protection of the host program's root logger."""
 
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-# `extra` of what is logged to be shown on the screen of a run: `log.warning("...", extra=SHOWN)`.
+# `extra` of log records for the screen of a run: `log.warning("...", extra=SHOWN)`.
 SHOWN = {"shown": True}
 
 
 @contextmanager
 def untouched_root_logger() -> Iterator[None]:
-    """Keep handlers and level of the root logger, though libraries that are imported or called within configure it.
+    """Keep handlers and level of the root logger, even if libraries configure it within the block.
 
-    Some call `logging.basicConfig`, which then prints the lines of every logger in the process: Ray's debug lines, and those of
-    Flower a second time. It does nothing where the root logger has a handler.
+    Some libraries call `logging.basicConfig`, which then prints the lines of every logger in the process: Ray's debug lines, and
+    those of Flower a second time. `basicConfig` does nothing if the root logger has a handler, so it gets one meanwhile.
 
     Example:
         >>> import logging

@@ -46,7 +46,7 @@ class Layout:
 
     @classmethod
     def of(cls, arrays: Mapping[str, Array]) -> "Layout":
-        """Read the layout off named arrays.
+        """Return the layout of named arrays.
 
         Raises:
             ValueError: if an array is not floating point, or holds batch statistics, which training changes but clipping
@@ -58,8 +58,8 @@ class Layout:
             dtype = _dtype_name(array)
             if name.rsplit(".", 1)[-1] in _STATISTICS:
                 layer = name.rpartition(".")[0] or name
-                why = "holds batch statistics that depend on private data and can't be made private"
-                raise ValueError(f"layer {layer!r}: {name!r} {why}; use GroupNorm (or LayerNorm) instead of BatchNorm")
+                problem = "holds batch statistics that depend on private data and can't be made private"
+                raise ValueError(f"layer {layer!r}: {name!r} {problem}; use GroupNorm (or LayerNorm) instead of BatchNorm")
             if dtype not in _FLOATS:
                 floats = f"only floating-point arrays ({', '.join(_FLOATS)}) can be trained with differential privacy"
                 raise ValueError(f"array {name!r} has dtype {dtype}: {floats}; leave buffers out")
@@ -98,7 +98,7 @@ class Layout:
         return xp.concat(parts)
 
     def unflatten(self, vector: Array, *, copy: bool = True) -> dict[str, Array]:
-        """Return the named arrays of a vector, each in its own shape and dtype: new arrays, or views where no copy is needed.
+        """Return the named arrays of a vector, each in its own shape and dtype: new arrays, or views if no copy is needed.
 
         Raises:
             ValueError: if the vector's shape is not (size,).
@@ -127,5 +127,5 @@ class Layout:
 
 
 def _dtype_name(array: Array) -> str:
-    """'float32' for numpy's float32 and torch.float32 alike."""
+    """Return `float32` for NumPy's and for torch's float32."""
     return str(array.dtype).rpartition(".")[2]

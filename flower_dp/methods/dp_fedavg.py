@@ -15,12 +15,12 @@ METHOD = Method(
         "dp-fedavg, two rounds": {"noise_multiplier": 0.4 * math.sqrt(2), "rounds": 2},
         "dp-fedavg, stock clients": {"stock": True},
         "dp-fedavg, replace-one": {"noise_multiplier": 0.8, "relation": "replace-one"},
-        # More runs are needed to see what sampling hides, and those of stock clients are quick.
+        # Sampling hides more, so an audit needs more runs; those of stock clients are quick.
         "dp-fedavg, Poisson": {"stock": True, "sampling": "poisson", "sampling_rate": 0.5},
         "dp-fedavg, fixed size": {"stock": True, "sampling": "fixed-size", "noise_multiplier": 0.8},
         "dp-fedavg, distributed": DISTRIBUTED,
         "dp-fedavg, distributed, replace-one": DISTRIBUTED | {"noise_multiplier": 2 * SHARED_NOISE, "relation": "replace-one"},
-        "dp-fedavg, untrusted server": DISTRIBUTED | {"trusted_server": False},
+        "dp-fedavg, server adds no shares": DISTRIBUTED | {"server_completes_noise": False},
         "dp-fedavg, adaptive clip": {"clip_quantile": 0.5},
         "dp-fedavg, BLUR and LUS": {"blur_strength": 0.1},
     },

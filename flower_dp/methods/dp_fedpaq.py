@@ -14,7 +14,7 @@ METHOD = Method(
         "dp-fedpaq": {},
         "dp-fedpaq, per-step": {"sensitivity": "per-step"},
         "dp-fedpaq, convex-glm": {"sensitivity": "convex-glm"},
-        "dp-fedpaq, quantised": {"quantization_levels": 10, "epsilon": 2.9, "delta": LARGE_DELTA},
+        "dp-fedpaq, quantized": {"quantization_levels": 10, "epsilon": 2.9, "delta": LARGE_DELTA},
     },
     canaries="records",
     samplings=("full", "fixed-size", "round-robin"),

@@ -18,7 +18,7 @@ METHOD = Method(
         "dp-fedsam, central top-k": _LOSSY | {"placement": "central", "noise_multiplier": 0.5, "keep_ratio": 0.5},
         # 4,000 trials show 79 +- 8 % of its epsilon, and 12,000 87 +- 3 %.
         "dp-fedsam, top-k of own updates": _LOSSY | {"keep_ratio": 0.5},
-        "dp-fedsam, quantised": _LOSSY | {"quantization_levels": 10},
+        "dp-fedsam, quantized": _LOSSY | {"quantization_levels": 10},
     },
     canaries="clients",
     samplings=("poisson", "fixed-size", "full", "round-robin"),

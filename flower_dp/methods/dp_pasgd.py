@@ -12,7 +12,7 @@ METHOD = Method(
         "epsilon": 4.0,
         "delta": 1e-4,
         "num_local_steps": 10,
-        "best_by": "",
+        "best_model_metric": "",
         "client_epsilons": "",
         "client_batch_sizes": "",
     },

@@ -1,4 +1,4 @@
-"""What the package knows of a method by its name, before any part of it is imported."""
+"""The registry entry of a method: facts that the package needs before it imports any part of the method."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
@@ -6,41 +6,41 @@ from importlib import import_module
 from operator import attrgetter
 from typing import Any, Literal
 
-# Settings of local training: every method says which of them it reads.
+# Settings of local training; each method lists those that it reads.
 TRAINING = (
     "local_epochs",
     "batch_size",
     "momentum",
     "weight_decay",
-    "proximal",
+    "proximal_mu",
     "blur_strength",
     "blur_bound",
-    "update_keep_ratio",
+    "lus_keep_ratio",
     "optimizer",
-    "engine",
+    "training_engine",
 )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Method:
-    """One method: where its parts are, as "module" or "module:name", and what of the common settings it reads.
+    """One method: its parts, as "module" or "module:name", and the common settings that it reads.
 
     Attributes:
-        name: on the wire, in settings, commands and presets; also of its page in the documentation.
-        strategy: what users construct on the server.
-        recipe: the terms and the training of a client that has terms of its own (`LocalDPClient`); empty: `DPClient`, which does
-            what the server's release asks.
-        settings: the module of the app that makes arguments of both sides from several settings, and what a planner takes.
-        defaults: of settings of its table in the app: where a parameter of the strategy has none, or another one, and of settings
-            that are no parameter of it.
-        renamed: the setting of a parameter whose name a common setting has.
-        planner: the module of the paper's planner; empty if there is none.
-        audit: makes a case of `flower-dp audit` from a label and settings, by keyword.
-        cases: the settings of its cases by label, where they are not the audit's own; `rounds` are those of a run.
-        canaries: what a one-run audit of it plants: clients, or records where its rows are updates along negative gradients of
-            records; empty if it can't.
-        samplings: the samplings that it can account for, its default first.
-        reads: the settings of local training that it reads.
+        name: name on the wire and in settings, commands and presets.
+        strategy: class that users construct on the server.
+        recipe: class with the terms and the training of a client that has its own terms (`LocalDPClient`); empty for `DPClient`,
+            which follows the server's release.
+        settings: module of the app that makes the arguments of both sides from several settings, and the planner's inputs.
+        defaults: defaults of settings of the method's table, if the strategy's parameter has none or another one, or if the
+            setting is not a parameter of the strategy.
+        renamed: names of settings by parameter, for parameters whose name a common setting has.
+        planner: module of the paper's planner; empty if there is none.
+        audit: function that makes a case of `flower-dp audit` from a label and settings, by keyword.
+        cases: settings of the audit's cases by label, if they differ from the audit's own; `rounds` are those of one run.
+        canaries: canaries of a one-run audit: clients, or records if the rows are updates along negative gradients of records;
+            empty if the method can't be audited so.
+        samplings: samplings that the method can account for, the default first.
+        reads: settings of local training that the method reads.
     """
 
     name: str
@@ -57,21 +57,21 @@ class Method:
     reads: Collection[str] = TRAINING
 
     def load(self, part: str) -> Any:
-        """Import what an attribute names: `load("strategy")`."""
-        module, _, name = getattr(self, part).partition(":")
-        found = import_module(module)
-        return attrgetter(name)(found) if name else found
+        """Import the object that an attribute names, such as `load("strategy")`."""
+        module_name, _, name = getattr(self, part).partition(":")
+        module = import_module(module_name)
+        return attrgetter(name)(module) if name else module
 
 
-# An audit's noise multiplier of noise that clients share: a Gaussian trade-off curve of mu = 2.5 against a participant, who knows
-# a quarter of the variance; 0.4 has the same curve against everybody.
+# An audit's noise multiplier for shared noise. A participant knows a quarter of the variance, its own share, so against it the
+# trade-off curve is Gaussian with mu = 2.5. The multiplier 0.4 has the same curve if nobody knows a part of the noise.
 SHARED_NOISE = 0.4 * (4 / 3) ** 0.5
 DISTRIBUTED: dict[str, float | str] = {"placement": "distributed", "noise_multiplier": SHARED_NOISE}
-# What is post-processed is audited by the bound for every mechanism. It sees nothing of events whose probability is far
-# below 1 / trials: epsilon is claimed at a delta for which the best test makes some ten errors in a thousand trials.
+# Post-processed releases are audited by the bound that holds for every mechanism. It can't see events whose probability is far
+# below 1 / trials, so epsilon is claimed at a delta for which the best test makes about ten errors in a thousand trials.
 LARGE_DELTA = 0.2
 
-# The app's defaults of methods with one noised sum; settings of the clip norm are those of an adaptive one.
+# The app's defaults for methods with one noised sum; `clip_quantile` and the settings after it are of the adaptive clip norm.
 ONE_NOISED_SUM: Mapping[str, float] = {
     "clip_norm": 0.5,
     "noise_multiplier": 0.9,
@@ -79,6 +79,6 @@ ONE_NOISED_SUM: Mapping[str, float] = {
     "clip_quantile": 0.0,
     "clip_learning_rate": 0.2,
     "clip_count_noise_std": 0.0,
-    "smallest_clip_norm": 0.0,
-    "largest_clip_norm": 0.0,
+    "min_clip_norm": 0.0,
+    "max_clip_norm": 0.0,
 }

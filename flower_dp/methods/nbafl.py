@@ -12,5 +12,5 @@ METHOD = Method(
     audit="flower_dp.audit.methods:nbafl",
     cases={"nbafl": {}},
     samplings=("full", "fixed-size"),
-    reads=tuple(name for name in TRAINING if name not in ("engine", "update_keep_ratio")),
+    reads=tuple(name for name in TRAINING if name not in ("training_engine", "lus_keep_ratio")),
 )

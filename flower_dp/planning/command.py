@@ -1,4 +1,4 @@
-"""The command `flower-dp plan`: read a problem, plan, write the answer. It uses no command-line library."""
+"""The command `flower-dp plan`: read a problem, plan, and write the answer. It needs no command-line library."""
 
 import difflib
 import json
@@ -21,14 +21,20 @@ def run(
     out: TextIO | None = None,
     err: TextIO | None = None,
 ) -> int:
-    """Plan and write the answer to `out` (standard output); return the exit status.
+    """Plan, write the answer to `out`, and return the exit status.
 
-    `problem` is a TOML file; `estimates` are keys that the file does not have to give, from `constants.estimate` (the
-    file's values win). With `plot` the bound around the optimum is drawn into that PNG file.
+    Args:
+        method: name of a method with a planner.
+        problem: TOML file of the problem; None if `estimates` has all keys.
+        estimates: keys from `constants.estimate`, which the file need not give; the file's values take precedence.
+        as_json: whether the answer is JSON; else it is text.
+        plot: PNG file for the bound around the optimum; None for no file.
+        out: stream for the answer, by default standard output.
+        err: stream for errors, by default standard error.
 
     Returns:
-        0, or 2 with one line on `err` (standard error) that names the wrong key. If no point is feasible under the bound, the
-    answer with its reasons is written all the same, and the status is 2.
+        0; or 2 with one line on `err` that names the invalid key. If no point is feasible under the bound, the status is 2 too,
+        and the answer is written with its reasons.
     """
     out, err = out or sys.stdout, err or sys.stderr
     try:
@@ -59,10 +65,10 @@ def planner_of(method: str) -> Planner:
     """Return a method's planner.
 
     Raises:
-        ProblemError: if it has none.
+        ProblemError: if the method has no planner.
     """
     if method not in METHODS or not METHODS[method].planner:
-        planned = [name for name, one in METHODS.items() if one.planner]
+        planned = [name for name, entry in METHODS.items() if entry.planner]
         close = difflib.get_close_matches(method, planned, n=1)
         hint = f"did you mean {close[0]}?" if close else f"must be one of {', '.join(planned)}"
         raise ProblemError("method", f"method={method!r}: has no planner; {hint}")

@@ -1,10 +1,11 @@
-"""A problem's constants from the clients' data, for softmax regression with L2 regularisation.
+"""Estimate a problem's constants from the clients' data, for softmax regression with L2 regularization.
 
-Client i's loss is F_i(theta) = mean over its records of -log softmax(theta x)_y, plus (l2/2) ||theta||^2; theta has one
-row of weights per class. The joint loss F weighs clients by their numbers of records. All fits are full-batch, by
-Newton's method with trust regions, from theta_0 = 0. "Exact" means computed from the data, not guessed; where a paper
-asks for a supremum over points that depend on the run (gradient norms), it is the maximum along the pilot: the iterates
-of the joint fit, start and end included.
+Client i's loss is F_i(theta) = mean over its records of -log softmax(theta x)_y, plus (l2/2) ||theta||^2; theta has one row of
+weights per class. The joint loss F weighs clients by their numbers of records. All fits are full-batch, by Newton's method with
+trust regions, from theta_0 = 0.
+
+"Exact" means computed from the data, not guessed. If a paper needs a supremum over points that depend on the run (such as
+gradient norms), the estimate is the maximum along the pilot: the iterates of the joint fit, start and end included.
 """
 
 import math
@@ -26,9 +27,9 @@ NOT_PRIVATE = (
     " public, neither they nor the plan that rests on them are private"
 )
 
-# The gradient at which a fit stops, as a part of the root mean square of the records' gradients at its start.
+# The gradient norm at which a fit stops, as a fraction of the root mean square of the records' gradients at its start.
 _TOLERANCE = 1e-8
-# A gradient that still counts as an optimum if rounding stops a fit.
+# The gradient norm, as such a fraction, that still counts as an optimum if rounding stops a fit earlier.
 _WORST = 1e-5
 
 
@@ -54,13 +55,13 @@ class Constants:
     one."""
     gradient_bound: float
     """Z G, Assumption 5, E||grad F_i(theta_t, zeta)||^2 <= G^2: the largest root of a client's mean squared per-record
-    gradient norm, along the pilot, regulariser included."""
+    gradient norm, along the pilot, regularizer included."""
     gradient_variance: tuple[float, ...]
     """Z Lambda_i^2, Assumption 6: the largest mean squared distance of client i's per-record gradients from their mean,
     along the pilot."""
     l1_norm: float
     """Z xi_1, Assumption 1: no per-record gradient along the pilot has a larger L1 norm. An upper bound: the norm of
-    the loss's gradient plus that of the regulariser's."""
+    the loss's gradient plus that of the regularizer's."""
     l2_norm: float
     """Z xi_2, Assumption 2: the largest L2 norm of a per-record gradient along the pilot."""
     heterogeneity: float
@@ -87,7 +88,7 @@ class Constants:
     """The largest distance ||grad F_i - grad f|| of a client along the pilot: a part of H xi^2, Assumption 4."""
 
     def fedsgd_dpc(self, *, gaussian: bool = False) -> dict[str, object]:
-        """Return the keys of a fedsgd-dpc problem that data determine; the mechanism's clip_norm is the pilot's largest norm."""
+        """Return the keys of a fedsgd-dpc problem that data determine; clip_norm is the pilot's largest gradient norm."""
         keys = self.named("num_clients", "dimension", "strong_convexity", "smoothness", "gradient_bound")
         keys |= self.named("heterogeneity", "initial_distance") | {"num_records": list(self.num_records)}
         if gaussian:
@@ -95,26 +96,26 @@ class Constants:
         return keys | {"clip_norm": self.l1_norm}
 
     def nbafl(self) -> dict[str, object]:
-        """Return the keys of a nbafl problem that data determine. proximal is a choice: see `nbafl.best_proximal`."""
+        """Return the keys of a nbafl problem that data determine. `proximal` is a choice: see `nbafl.best_proximal`."""
         keys = self.named("num_clients", "smoothness", "lipschitz", "pl_constant", "dissimilarity", "initial_gap")
         return keys | {"min_records": min(self.num_records)}
 
     def named(self, *names: str) -> dict[str, object]:
-        """Return some of the constants by name, for a problem that has them as keys."""
+        """Return some constants by name, for a problem that has them as keys."""
         return {name: getattr(self, name) for name in names}
 
 
 def estimate(clients: Sequence[tuple[ArrayLike, ArrayLike]], *, l2: float, num_classes: int, fit_bias: bool = False) -> Constants:
-    """Compute the constants of L2-regularised softmax regression over the clients' data.
+    """Compute the constants of L2-regularized softmax regression over the clients' data.
 
     Each client is (features [n_i, f], labels [n_i] of whole numbers in 0..num_classes-1, or one-hot [n_i,
-    num_classes]). With `fit_bias` a feature of ones is added; its weights are regularised too, else the loss would not
-    be strongly convex.
+    num_classes]). With `fit_bias` a feature of ones is added. Its weights are regularized too, because the loss would not be
+    strongly convex otherwise.
 
-    NOT PRIVATE: the result is a statistic of the clients' data and is covered by no epsilon unless the data are public.
+    NOT PRIVATE: the result is a statistic of the clients' data, and no epsilon covers it unless the data are public.
 
     Raises:
-        ValueError: naming what is out of range, or the client whose data have the wrong shape or are not finite.
+        ValueError: naming the argument that is out of range, or the client whose data have the wrong shape or are not finite.
         RuntimeError: if a fit does not converge.
     """
     checks.number("l2", l2, above=0)
@@ -234,12 +235,12 @@ def _fit(part: _Part, start: Floats) -> list[Floats]:
     )
     last = np.asarray(result.x).reshape(shape)
     if np.linalg.norm(part.gradient(last)) > _WORST * scale:
-        raise RuntimeError(f"the fit did not converge ({result.message}): a larger l2 than {part.l2:g} makes it easier")
+        raise RuntimeError(f"the fit did not converge ({result.message}); try a larger l2 than {part.l2:g}")
     return [*path, last]
 
 
 def _gradient_statistics(part: _Part, theta: Floats) -> tuple[float, float, float, float]:
-    """Return of the per-record gradients: mean squared L2 norm, largest L2 and L1 norm, and the squared L2 norm of their mean."""
+    """Return the per-record gradients' mean squared L2 norm, largest L2 and L1 norm, and their mean's squared L2 norm."""
     residuals = part.residuals(theta)
     crossed = np.sum(residuals * (part.features @ theta.T), axis=1)
     squares = np.sum(part.features**2, axis=1) * np.sum(residuals**2, axis=1)
@@ -261,7 +262,7 @@ def _gradient_scale(part: _Part, theta: Floats) -> float:
 
 
 def _dissimilarity(mean_square: float, joint: _Part, start: Floats) -> float:
-    """Return B at the start; infinite where clients' gradients cancel, and 1 where they vanish."""
+    """Return B at the start: infinity if the clients' gradients cancel, 1 if they vanish."""
     norm = float(np.linalg.norm(joint.gradient(start)))
     if norm <= _TOLERANCE * _gradient_scale(joint, start):
         return 1.0 if mean_square <= norm**2 else math.inf

@@ -1,8 +1,8 @@
 """DP-FedPAQ: the best number of local steps, clients and quantization levels under a budget of bits.
 
 Mohammadi, Bai, Fan, Song, Yi, Liu: Differential Privacy Meets Federated Learning under Communication Constraints. In each of K
-rounds M of N clients take E steps, add Gaussian noise to their update and send it quantised (QSGD with s levels). The unit
-of privacy is one record; every message is private on its own (local DP). The paper's epsilon and delta are of one round.
+rounds M of N clients take E steps, add Gaussian noise to their update and send it quantized (QSGD with s levels). The unit
+of privacy is one record. Local DP: every message carries its client's full noise. The paper's epsilon and delta are of one round.
 
 The bound is Theorem 1 (eq. 19) with eq. 12, on the expected squared distance to the optimum after T iterations.
 """
@@ -23,14 +23,14 @@ from flower_dp.privacy import accounting
 from flower_dp.privacy.dp_fedpaq import FedPAQSteps, expected_replies, update_terms
 
 Bound = Callable[[float | Floats, float | Floats, float | Floats], Floats]
-# Up to here the 2 s + 1 values of a coordinate fit into 16 bits, and QSGD is made for no more.
+# Up to this s the 2 s + 1 values of a coordinate fit into 16 bits; QSGD supports no more.
 MAX_LEVELS = MOST_LEVELS
 _NORM_BITS = 32
-# Of clients with different numbers of records so many are accounted; beyond it the run's epsilon is left to `flower-dp epsilon`.
+# With more different numbers of records than this, the plan leaves the run's epsilon to `flower-dp epsilon`.
 _MOST_SIZES = 4
-# Of a model whose message is made for its size.
+# With more parameters, the plan makes no trial message to measure its size.
 _MOST_PARAMETERS = 10**7
-# The keys that errors name if the terms of the bound overflow, in their order.
+# The keys that errors name if the terms of the bound overflow, in the order of the terms.
 _KEYS_OF_TERMS = ("initial_distance", "gradient_bound", "gradient_variance", "heterogeneity", "heterogeneity", "epsilon")
 
 
@@ -60,7 +60,7 @@ class Problem(planner.Problem):
     quantization_levels: int | None = whole(at_most="max_quantization_levels", default=None)  # s, if fixed
 
     def check(self) -> None:
-        """Refuse numbers of local steps that the noise formula or the data don't allow, and a bound that overflows."""
+        """Refuse numbers of local steps that the noise formula or the data forbid, and a bound that overflows."""
         if self.num_local_steps is not None:
             checks.integer("num_local_steps", self.num_local_steps, at_least=1, at_most=self._most_local_steps())
         least, most = self._least_local_steps(), self.num_local_steps or self._most_local_steps()
@@ -93,12 +93,12 @@ class Problem(planner.Problem):
         return np.asarray(num_rounds * np.asarray(cohort_size, dtype=np.float64) * self.message_bits(levels))
 
     def cohorts(self, num_rounds: int) -> tuple[Floats, Floats]:
-        """Return the levels s that the budget allows, and the largest cohort at each: a larger one has a lower bound."""
+        """Return the levels s that the budget allows, with the largest cohort at each: a larger cohort lowers the bound."""
         fixed = self.quantization_levels
         levels = np.arange(1.0, self.max_quantization_levels + 1) if fixed is None else np.asarray([float(fixed)])
         with np.errstate(over="ignore"):
             cohort = np.minimum(np.floor(self.bits_budget / (num_rounds * self.message_bits(levels))), self.num_clients)
-            # Rounding may be one off in either direction.
+            # Float rounding may make the cohort one too large or too small.
             cohort -= self.bits_used(num_rounds, cohort, levels) > self.bits_budget
             more = np.minimum(cohort + 1, self.num_clients)
             cohort = np.where(self.bits_used(num_rounds, more, levels) <= self.bits_budget, more, cohort)
@@ -106,7 +106,7 @@ class Problem(planner.Problem):
         return levels[allowed], cohort[allowed] if self.cohort_size is None else np.full(allowed.sum(), float(self.cohort_size))
 
     def smallest_bits_budget(self) -> int:
-        """Return the least whole bits_budget for which a point is feasible: with the fewest rounds, clients and levels."""
+        """Return the least whole bits_budget with a feasible point: that of the fewest rounds, clients and levels."""
         rounds = self.num_rounds(self.local_steps()[-1])
         return math.ceil(self.bits_used(rounds, self.cohort_size or 1, self.quantization_levels or 1))
 
@@ -122,8 +122,8 @@ class Problem(planner.Problem):
     def scaled_bound(self, steps: float | Floats, cohort: float | Floats, levels: float | Floats) -> Floats:
         """Return the bound with the noise term over mu^2, elementwise.
 
-        Distances don't change when the loss is multiplied by a number. All terms of eq. 19 agree with that but the last one, of
-        the noise, which lacks the 1/mu^2 that its step size brings in.
+        Distances don't change if the loss is multiplied by a number. All terms of eq. 19 have this property except the noise
+        term: it lacks the factor 1/mu^2 of its step size.
         """
         terms = self._terms(steps, cohort, levels)
         return np.asarray(sum(terms.values()) + terms["noise"] * (self.strong_convexity**-2 - 1))
@@ -147,7 +147,7 @@ class Problem(planner.Problem):
         }
 
     def _noise(self, steps: Floats) -> Floats:
-        """The mean over clients of ln(1.25 E b / (n_i delta)) / (n_i epsilon_i)^2."""
+        """Return the mean over clients of ln(1.25 E b / (n_i delta)) / (n_i epsilon_i)^2."""
         records = np.asarray(self.num_records, dtype=np.float64)
         weights = (records * self.epsilon) ** -2.0
         logs = np.log(1.25 * steps * self.batch_size / self.delta)
@@ -157,13 +157,13 @@ class Problem(planner.Problem):
         return min(self.num_iterations, min(self.num_records) // self.batch_size)
 
     def _least_local_steps(self) -> int:
-        """The noise formula needs delta / gamma <= 1, gamma = E b / n_i: at a smaller gamma, its delta is no probability."""
+        """Return the least E with delta / gamma <= 1, gamma = E b / n_i: above 1 the formula's delta is not a probability."""
         return max(math.ceil(self.delta * max(self.num_records) / self.batch_size), 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate(planner.Candidate):
-    """A feasible point of whole numbers that was compared."""
+    """A compared point: feasible whole numbers."""
 
     LETTERS: ClassVar[Mapping[str, str]] = {"num_local_steps": "E", "cohort_size": "M", "quantization_levels": "s"}
     num_local_steps: int
@@ -182,14 +182,15 @@ class Candidate(planner.Candidate):
 
 
 def _run(problem: Problem, point: Candidate) -> dict[str, Any]:
-    """Return a feasible point as a run of the app: the theorem's step size, the paper's noise, what it costs and sends.
+    """Return a feasible point as a run of the app: the theorem's step size, the paper's noise, the cost and the bits sent.
 
-    eta_k = 4 / (mu (k E + 4 E)) is a step size of 1 / (mu E), half as large after 4 E local steps. A record's gradient is
-    clipped to G. Where clients have different epsilons, the least is that of all.
+    eta_k = 4 / (mu (k E + 4 E)) is a step size of 1 / (mu E) that is half as large after 4 E local steps. A record's gradient is
+    clipped to G. If clients have different epsilons, all get the least.
 
-    `settings` are of the app: data, model and output are left to the preset or the user. `num_replies` is the most of a client,
-    `epsilon` is proved for all of them, of the client whom they cost most; None if clients are of too many sizes. `bits_sent` are
-    those of all uplink messages if updates are Gaussian noise; None if there are too many parameters to try.
+    In the result, `settings` are of the app; the preset or the user gives data, model and output. `num_replies` is the maximum
+    per client. `epsilon` is proved for all these replies together, for the client that they cost most; None if clients have too
+    many different sizes. `bits_sent` is the size of all uplink messages if updates are Gaussian noise; None if there are too many
+    parameters to try.
     """
     e, m, s, clients = point.num_local_steps, point.cohort_size, point.quantization_levels, problem.num_clients
     epsilon, delta, everyone = float(np.min(problem.epsilon)), problem.delta, m == clients
@@ -239,7 +240,7 @@ def _run(problem: Problem, point: Candidate) -> dict[str, Any]:
 
 
 def _run_lines(run: Mapping[str, Any]) -> list[str]:
-    proved = "of too many sizes of clients; flower-dp epsilon says it"
+    proved = "not computed for so many sizes of clients; flower-dp epsilon computes it"
     if run["epsilon"] is not None:
         number = f"{run['epsilon']:.6g}" if math.isfinite(run["epsilon"]) else "infinite"
         proved = f"{number}  (proved, {run['num_replies']} replies of a client together, delta {run['delta']:g})"
@@ -249,12 +250,12 @@ def _run_lines(run: Mapping[str, Any]) -> list[str]:
 
 
 class Plan(planner.Plan[Problem, Candidate]):
-    """The answer, with the best point as a run of the app."""
+    """The planner's answer, with the best point as a run of the app."""
 
     __slots__ = ()
 
     def to_dict(self) -> dict[str, object]:
-        """Return the answer as plain values that JSON can hold; null where nothing is feasible."""
+        """Return the answer as plain values for JSON; null if nothing is feasible."""
         run = self.best and _run(self.problem, self.best)
         if run and not math.isfinite(run["epsilon"] or 0):
             run["epsilon"] = None
@@ -270,12 +271,12 @@ class Plan(planner.Plan[Problem, Candidate]):
 def plan(values: Mapping[str, object]) -> Plan:
     """Return the best point for a problem (a mapping with the fields of `Problem` as keys).
 
-    The point has the least Theorem 1 bound of all whole E, M and s with floor(T/E) M (d log2(2s+1) + 32) <= bits_budget, E <= T,
-    M <= N, s <= max_quantization_levels, and delta n_i <= E b <= n_i for every client; of equals, the one with the fewest bits.
-    Values that the problem fixes stay fixed.
+    The point has the least Theorem 1 bound of all feasible whole E, M and s; of equals, it uses the fewest bits. Feasible
+    means E <= T, M <= N, s <= max_quantization_levels, delta n_i <= E b <= n_i for every client, and at most bits_budget bits:
+    floor(T/E) M (d log2(2s+1) + 32). Values that the problem fixes stay fixed.
 
     Raises:
-        ProblemError: naming the key that is unknown, missing or impossible.
+        ProblemError: naming the key that is unknown, missing or out of range.
     """
     problem = Problem.from_mapping(values)
     budget, smallest = problem.bits_budget, problem.smallest_bits_budget()
@@ -299,20 +300,20 @@ def plan(values: Mapping[str, object]) -> Plan:
         where = f"E={problem.local_steps()[-1]}, M={problem.cohort_size or 1}, s={problem.quantization_levels or 1}"
         return replace(
             answer,
-            reasons=(f"{smallest} bits are the least that any point needs, and that is {where}",),
+            reasons=(f"every point needs at least {smallest} bits, which are those of {where}",),
             infeasible=f"bits_budget={budget:.15g}: nothing is feasible; the smallest feasible bits_budget is {smallest}",
         )
     return replace(answer, reasons=tuple(_reasons(problem, *candidates)), panels=_panels(problem, best))
 
 
 def from_data(data: Data, given: Mapping[str, object]) -> Inputs:
-    """Return the keys that the clients' data determine: not the budget, the iterations, batch_size, epsilon and delta."""
+    """Return the keys that the clients' data determine: all but bits_budget, num_iterations, batch_size, epsilon and delta."""
     constants = data.constants
     values = data.sizes() | constants.named("strong_convexity", "smoothness", "gradient_bound", "initial_distance")
     values |= {"gradient_variance": max(constants.gradient_variance), "heterogeneity": constants.gradient_dissimilarity}
     notes = ["heterogeneity is the largest root mean square distance of the clients' gradients from their mean, in the pilot"]
     if "gradient_bound" not in given:
-        wanted = "where records are clipped, the bound's noise term wants the clip norm"
+        wanted = "if records are clipped, give the clip norm, which the bound's noise term needs"
         notes.append(f"gradient_bound is a root mean square; {wanted}")
     return Inputs(values=values, notes=tuple(notes))
 
@@ -321,19 +322,19 @@ def _others(problem: Problem) -> list[Candidate]:
     """Return the best points under the bound with 1/mu^2, without a choice of s, and without local steps."""
     others = [_best(problem, "best with 1/mu^2 in the noise term", problem.scaled_bound)]
     if problem.quantization_levels is None:
-        one = replace(problem, quantization_levels=1)
-        others.append(_best(one, "best with s = 1", one.bound))
+        ternary = replace(problem, quantization_levels=1)
+        others.append(_best(ternary, "best with s = 1", ternary.bound))
     if problem.num_local_steps is None and problem.local_steps()[0] == 1:
-        one = replace(problem, num_local_steps=1)
-        others.append(_best(one, "best with E = 1", one.bound))
+        single = replace(problem, num_local_steps=1)
+        others.append(_best(single, "best with E = 1", single.bound))
     return [other for other in others if other is not None]
 
 
 def _best(problem: Problem, name: str, bound: Bound) -> Candidate | None:
     """Return the feasible point of least bound, or None.
 
-    For each E, all s are tried with the largest cohort that the budget then allows. An E is left out only if a lower bound, with
-    the best cohort and the best s that the budget allows separately, is not below the best point found.
+    For each E, the search tries all s with the largest cohort that the budget then allows. It skips an E only if a lower bound,
+    with the best cohort and the best s that the budget allows separately, is not below the best point so far.
     """
     steps = np.asarray(problem.local_steps(), dtype=np.float64)
     rounds = problem.num_iterations // steps
@@ -345,19 +346,19 @@ def _best(problem: Problem, name: str, bound: Bound) -> Candidate | None:
             most[same], finest[same] = cohort[0], levels[-1]
     kept = most > 0
     steps, rounds, hopes = steps[kept], rounds[kept], bound(steps[kept], most[kept], finest[kept])
-    found: tuple[float, float, int, int, int] | None = None
+    best: tuple[float, float, int, int, int] | None = None
     for index in np.argsort(hopes, kind="stable"):
-        # Rounding may put a lower bound a little above the value that it bounds.
-        if found is not None and hopes[index] * (1 - 1e-12) > found[0]:
+        # The factor covers rounding, which may put a lower bound slightly above the value that it bounds.
+        if best is not None and hopes[index] * (1 - 1e-12) > best[0]:
             break
         levels, cohort = problem.cohorts(int(rounds[index]))
         bounds, bits = bound(steps[index], cohort, levels), problem.bits_used(int(rounds[index]), cohort, levels)
-        place = np.lexsort((bits, bounds))[0]
-        point = (float(bounds[place]), float(bits[place]), int(steps[index]), int(cohort[place]), int(levels[place]))
-        found = point if found is None else min(found, point)
-    if found is None:
+        first = np.lexsort((bits, bounds))[0]
+        point = (float(bounds[first]), float(bits[first]), int(steps[index]), int(cohort[first]), int(levels[first]))
+        best = point if best is None else min(best, point)
+    if best is None:
         return None
-    _, bits_used, e, m, s = found
+    _, bits_used, e, m, s = best
     return Candidate(
         name=name,
         num_local_steps=e,
@@ -373,7 +374,7 @@ def _best(problem: Problem, name: str, bound: Bound) -> Candidate | None:
 def _reasons(problem: Problem, best: Candidate, *others: Candidate) -> list[str]:
     reasons = [f"{best.at()} has the least bound, {best.bound:.4g}"]
     worse = [other for other in others[1:] if other.at() != best.at() and best.bound > 0]
-    reasons += [f"{one.name}: {one.at()} with {one.bound:.4g}, {share_above(one.bound, best.bound)}" for one in worse]
+    reasons += [f"{other.name}: {other.at()} with {other.bound:.4g}, {share_above(other.bound, best.bound)}" for other in worse]
     parts = problem.parts(best.num_local_steps, best.cohort_size, best.quantization_levels)
     reasons.append(in_parts(parts, best.bound))
     run = best.num_rounds * best.num_local_steps
@@ -401,7 +402,7 @@ def _reasons(problem: Problem, best: Candidate, *others: Candidate) -> list[str]
 
 
 def _panels(problem: Problem, best: Candidate) -> tuple[Panel, ...]:
-    """Return the bound over E, over s at the best E, and over M there, the rest chosen as well as the budget allows."""
+    """Return the bound over E, over s at the best E, and over M at the best E, each with the best other values."""
     e, s, m, free = best.num_local_steps, best.quantization_levels, best.cohort_size, replace(problem, num_local_steps=None)
     steps = free.local_steps()
     last_steps, last_levels = planner.last_shown(e, steps[-1]), planner.last_shown(s, problem.max_quantization_levels)
@@ -409,9 +410,9 @@ def _panels(problem: Problem, best: Candidate) -> tuple[Panel, ...]:
     def curve(at: Callable[[int], tuple[Problem, int]]) -> Mapping[str, Callable[[Floats], Floats]]:
         return {"Theorem 1": lambda values: np.asarray([_least(*at(int(value))) for value in values])}
 
-    by_steps = curve(lambda one: (free, one))
-    by_levels = curve(lambda one: (replace(problem, quantization_levels=one), e))
-    by_cohort = curve(lambda one: (replace(problem, cohort_size=one), e))
+    by_steps = curve(lambda value: (free, value))
+    by_levels = curve(lambda value: (replace(problem, quantization_levels=value), e))
+    by_cohort = curve(lambda value: (replace(problem, cohort_size=value), e))
     return (
         Panel("DP-FedPAQ, best M and s", "local steps E", by_steps, last_steps, (e, best.bound), steps[0]),
         Panel(f"at E = {e}, best M", "quantization levels s", by_levels, last_levels, (s, best.bound)),

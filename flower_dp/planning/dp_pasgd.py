@@ -1,8 +1,8 @@
-"""DP-PASGD: the best number of steps, of steps in a round, and the noise, under budgets of costs and of privacy.
+"""DP-PASGD: the best number of steps, steps per round and noise, under a resource limit and a privacy budget.
 
 Hu, Guo, Ratazzi, Gong: Differentially Private Federated Learning for Resource-Constrained Internet of Things. All M devices take
 part in every round: tau steps w <- theta - eta (g + b) on mini-batches, with noise b in each step, then a plain mean. The unit
-of privacy is one record, replaced by another; every message is private on its own (local DP).
+of privacy is one record, replaced by another. Local DP: every message carries its device's full noise.
 
 The bound is Theorem 1 with Section 7, on the expected gap E[L(theta*) - L*] of the best iterate theta*.
 """
@@ -15,9 +15,9 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from flower_dp.core import dp
+from flower_dp.core import dp_events
 from flower_dp.core.checks import BadValue
-from flower_dp.core.words import delta_in_words, digits_in_words
+from flower_dp.core.formatting import format_delta, format_rounded_up
 from flower_dp.planning import planner
 from flower_dp.planning.planner import Data, Floats, Inputs, Panel, ProblemError, Row, finite, in_parts, real, whole
 from flower_dp.privacy import accounting
@@ -25,11 +25,13 @@ from flower_dp.privacy.dp_pasgd import noise_std, paper_epsilon, tight_epsilon, 
 
 Bound = Callable[[float | Floats, float | Floats], Floats]
 Place = tuple[int, int]  # rounds, steps per round
-# No search goes further.
+# The largest number of steps that is searched.
 MOST_STEPS = 10**7
+# Stands for "no limit" on a number of steps.
 _NEVER_ENDING = 10**12
+# Numbers of steps that are evaluated at once, which limits memory.
 _CHUNK = 10**6
-# How many numbers of rounds a diagram tries for each tau.
+# Numbers of rounds that a diagram tries for each tau.
 _TRIED = 500
 
 
@@ -42,7 +44,7 @@ class Problem(planner.Problem):
     num_clients: int = whole()  # M
     cost_per_aggregation: float = real(at_least=0)  # c_1
     cost_per_step: float = real(at_least=0)  # c_2
-    max_cost: float = real(above=0)  # C_th
+    max_resource_cost: float = real(above=0)  # C_th
     epsilon: float = real(above=0)  # epsilon_th
     delta: float = real(above=0, below=1)
     learning_rate: float = real(above=0)  # eta
@@ -56,14 +58,14 @@ class Problem(planner.Problem):
     clip_norm: float = real(above=0)  # G
 
     def check(self) -> None:
-        """Refuse a problem of which no point is feasible, or whose bound overflows."""
+        """Refuse a problem without a feasible point, or whose bound overflows."""
         if not self.step_size_holds(1):
             least = f"learning_rate * smoothness <= 1, which is learning_rate <= {1 / self.smoothness:.6g}"
             raise BadValue("learning_rate", f"learning_rate={self.learning_rate!r}: the bound needs {least}")
         least_cost = self.cost(1, 1)
-        if least_cost > self.max_cost:
-            one = f"one round of one step, cost_per_aggregation + cost_per_step = {least_cost:.6g}"
-            raise BadValue("max_cost", f"max_cost={self.max_cost!r}: must pay for {one}")
+        if least_cost > self.max_resource_cost:
+            first = f"one round of one step, cost_per_aggregation + cost_per_step = {least_cost:.6g}"
+            raise BadValue("max_resource_cost", f"max_resource_cost={self.max_resource_cost!r}: must pay for {first}")
         try:
             zcdp_budget(epsilon=self.epsilon, delta=self.delta)
         except ValueError as error:
@@ -77,7 +79,7 @@ class Problem(planner.Problem):
         return self.cost_per_aggregation * num_rounds + self.cost_per_step * num_steps
 
     def step_size_holds(self, steps_per_round: int) -> bool:
-        """Tell whether eta L + eta^2 L^2 tau (tau - 1) <= 1, the condition of Theorem 1."""
+        """Return whether eta L + eta^2 L^2 tau (tau - 1) <= 1, the condition of Theorem 1."""
         step = self.learning_rate * self.smoothness
         return step + step * step * steps_per_round * (steps_per_round - 1) <= 1
 
@@ -94,17 +96,20 @@ class Problem(planner.Problem):
         return most
 
     def feasible(self, num_rounds: int, steps_per_round: int) -> bool:
-        """Tell whether a point of whole numbers keeps the budget of costs and the step-size condition."""
-        return self.step_size_holds(steps_per_round) and self.cost(num_rounds, num_rounds * steps_per_round) <= self.max_cost
+        """Return whether a point of whole numbers meets the resource limit and the step-size condition."""
+        return (
+            self.step_size_holds(steps_per_round)
+            and self.cost(num_rounds, num_rounds * steps_per_round) <= self.max_resource_cost
+        )
 
     def noise_variance(self) -> float:
-        """Return (d/M) sum_m sigma_m^2 of a single step; of K steps it is K times that (eq. 23, with the right sign)."""
+        """Return (d/M) sum_m sigma_m^2 of a single step; K steps have K times that (eq. 23, with the right sign)."""
         rho = zcdp_budget(epsilon=self.epsilon, delta=self.delta)
         mean = float(np.mean(np.asarray(self.batch_size, dtype=np.float64) ** -2.0))
         return self.dimension * 2 * (self.clip_norm * self.clip_norm) * mean / rho
 
     def floor(self, num_steps: float | Floats, steps_per_round: float | Floats) -> Floats:
-        """Return B of eq. 13, elementwise: the part from the variance of batches and noise, which no training removes."""
+        """Return B of eq. 13, elementwise: the part of the bound from batch and noise variance, which no training removes."""
         steps = np.asarray(num_steps, dtype=np.float64)
         return np.asarray(self._spread(steps_per_round) * (self.gradient_variance + self.noise_variance() * steps))
 
@@ -114,10 +119,10 @@ class Problem(planner.Problem):
         return np.asarray(left * self.initial_gap + (1 - left) * floor)
 
     def mean_bound(self, num_steps: float | Floats, steps_per_round: float | Floats) -> Floats:
-        """Return B + (1 - eta lambda) alpha / (eta lambda K), elementwise: what eqs. 17 and 20 do prove.
+        """Return B + (1 - eta lambda) alpha / (eta lambda K), elementwise: the bound that eqs. 17 and 20 do prove.
 
-        It bounds the mean gap of the K iterates, and with it the gap of the best one. Theorem 1 applies eq. 17 K times, but its
-        two sides average over different iterates, k = 1..K and k = 0..K-1; solved for the mean it gives this.
+        It bounds the mean gap of the K iterates, and so the gap of the best one. Theorem 1 applies eq. 17 K times, but the two
+        sides of eq. 17 average over different iterates, k = 1..K and k = 0..K-1. Eq. 17 solved for the mean gives this bound.
         """
         rate = self.learning_rate * self.strong_convexity
         steps = np.asarray(num_steps, dtype=np.float64)
@@ -135,10 +140,10 @@ class Problem(planner.Problem):
     def last_step(self, value: float) -> int:
         """Return a K beyond which both bounds exceed `value` for every tau, at most the K that the costs allow.
 
-        Both are at least (1 - (1 - eta lambda)^K / K) B(K, 1), which grows with K.
+        Both bounds are at least (1 - (1 - eta lambda)^K / K) B(K, 1), which grows with K.
         """
         per_step = self.cost_per_aggregation / self.most_steps_per_round() + self.cost_per_step
-        low, high = 1, int(min(self.max_cost / per_step + 1, _NEVER_ENDING)) if per_step > 0 else _NEVER_ENDING
+        low, high = 1, int(min(self.max_resource_cost / per_step + 1, _NEVER_ENDING)) if per_step > 0 else _NEVER_ENDING
         while low < high:
             middle = (low + high + 1) // 2
             grown = float((1 - self._left(middle)) * self.floor(middle, 1)) <= value
@@ -146,23 +151,23 @@ class Problem(planner.Problem):
         return low
 
     def least_steps_per_round(self, num_steps: Floats) -> Floats:
-        """Return, elementwise, a whole tau below which K steps cost too much; infinity where every tau does.
+        """Return, elementwise, a lower bound on the whole tau with which the costs allow K steps; infinity if none does.
 
-        It is tau* of eq. 22 with a whole number of rounds.
+        This is tau* of eq. 22 with a whole number of rounds.
         """
-        left = (self.max_cost - self.cost_per_step * num_steps) * (1 + 1e-9)
+        left = (self.max_resource_cost - self.cost_per_step * num_steps) * (1 + 1e-9)
         with np.errstate(divide="ignore", invalid="ignore"):
             rounds = np.floor(left / self.cost_per_aggregation + 1e-9) if self.cost_per_aggregation > 0 else num_steps
             least = np.ceil(num_steps / np.minimum(rounds, num_steps))
         return np.where((left >= 0) & (rounds >= 1) & (least <= self.most_steps_per_round()), least, np.inf)
 
     def _left(self, num_steps: float | Floats) -> Floats:
-        """The part (1 - eta lambda)^K / K of the initial gap that the bound leaves."""
+        """Return (1 - eta lambda)^K / K, the fraction of the initial gap that remains in the bound."""
         steps = np.asarray(num_steps, dtype=np.float64)
         return np.asarray((1 - self.learning_rate * self.strong_convexity) ** steps / steps)
 
     def _spread(self, steps_per_round: float | Floats) -> Floats:
-        """The factor of the variances in eq. 13: it grows with tau."""
+        """Return the factor of the variances in eq. 13, which grows with tau."""
         step = self.learning_rate * self.smoothness
         more = np.asarray(steps_per_round, dtype=np.float64) - 1
         return np.asarray((step / self.num_clients + step * step * more) / (2 * self.strong_convexity))
@@ -170,7 +175,7 @@ class Problem(planner.Problem):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate(planner.Candidate):
-    """A point of whole numbers, or the paper's relaxed point, that was compared; `feasible` tells whether it can be run."""
+    """A compared point: whole numbers, or the paper's relaxed point. `feasible` is whether a run can have it."""
 
     LETTERS: ClassVar[Mapping[str, str]] = {"num_steps": "K", "steps_per_round": "tau"}
     num_steps: float
@@ -178,7 +183,7 @@ class Candidate(planner.Candidate):
     bound: float
     """Theorem 1."""
     mean_bound: float
-    """What the paper's derivation does prove; see `Problem.mean_bound`."""
+    """The bound that the paper's derivation does prove; see `Problem.mean_bound`."""
     cost: float
     feasible: bool
 
@@ -191,27 +196,27 @@ class Candidate(planner.Candidate):
 def plan(values: Mapping[str, object]) -> planner.Plan[Problem, Candidate]:
     """Return the best point for a problem (a mapping with the fields of `Problem` as keys).
 
-    The point has the least Theorem 1 bound of all whole numbers of rounds and tau whose cost is at most max_cost and for
-    which the step-size condition holds; of equals, the one with the fewest steps. Every device's noise is that of eq. 9 for its
-    batch size and epsilon, computed for the whole number K. noise_std is a list if batch_size is one.
+    The point has the least Theorem 1 bound of all whole numbers of rounds and tau that cost at most max_resource_cost and meet
+    the step-size condition; of equals, it has the fewest steps. Every device's noise is that of eq. 9 for its batch size and
+    epsilon, computed for the whole number K. noise_std is a list if batch_size is a list.
 
     Raises:
-        ProblemError: naming the key that is unknown, missing or impossible.
+        ProblemError: naming the key that is unknown, missing or out of range.
     """
     problem = Problem.from_mapping(values)
     rounds, tau = _best(problem, problem.bound)
     costs: dict[str, Any] = {"delta": problem.delta, "num_steps": rounds * tau, "clip_norm": problem.clip_norm}
     noise = {size: noise_std(epsilon=problem.epsilon, batch_size=size, **costs) for size in set(problem.batch_size)}
     low, high = (finite("epsilon", std, "noise_std") for std in (min(noise.values()), max(noise.values())))
-    # Every device has the same noise multiplier, but for rounding.
-    size = min(noise, key=lambda one: noise[one] * one)
+    # Every device has the same noise multiplier up to rounding; the least one gives the largest epsilon.
+    size = min(noise, key=lambda batch_size: noise[batch_size] * batch_size)
     tight = tight_epsilon(noise_std=noise[size], batch_size=size, **costs)
     paper = max(paper_epsilon(noise_std=std, batch_size=size, **costs) for size, std in noise.items())
     each, stds = [noise[size] for size in problem.batch_size], f"{low:.6g}" if low == high else f"{low:.6g} to {high:.6g}"
     several = isinstance(values["batch_size"], list | tuple | np.ndarray)
     candidates = _candidates(problem, (rounds, tau))
     best = candidates[0]
-    with_delta = f"exact composition, delta {delta_in_words(problem.delta)}"
+    with_delta = f"exact composition, delta {format_delta(problem.delta)}"
     return planner.Plan(
         problem=problem,
         head=f"{problem.METHOD}, {problem.num_clients} clients",
@@ -222,9 +227,9 @@ def plan(values: Mapping[str, object]) -> planner.Plan[Problem, Candidate]:
             Row("num_rounds", rounds),
             Row("noise_std", each if several else each[0], "on every coordinate of a mini-batch gradient", stds),
             Row("bound", best.bound, "expected gap of the loss"),
-            Row("cost", best.cost, f"of {problem.max_cost:.6g}"),
-            Row("epsilon", paper, "the paper's formula", digits_in_words(paper, 6)),
-            Row("epsilon_tight", tight, with_delta, digits_in_words(tight, 6)),
+            Row("cost", best.cost, f"of {problem.max_resource_cost:.6g}"),
+            Row("epsilon", paper, "the paper's formula", format_rounded_up(paper, 6)),
+            Row("epsilon_tight", tight, with_delta, format_rounded_up(tight, 6)),
         ),
         details={"bound_parts": problem.parts(rounds * tau, tau)},
         candidates=candidates,
@@ -237,7 +242,7 @@ def from_data(data: Data, given: Mapping[str, object]) -> Inputs:
     """Return the keys that the clients' data determine; gradient_variance only if `given` has a batch_size.
 
     xi^2 of Assumption 4 is the largest mean squared distance of a device's mini-batch gradient from the gradient of the mean
-    loss: the variance of its records over its batch size, and the squared distance of its own mean.
+    loss. It is the variance of the device's records over its batch size, plus the squared distance of its own mean.
     """
     constants = data.constants
     values = constants.named("strong_convexity", "smoothness", "initial_gap") | {"clip_norm": constants.l2_norm}
@@ -248,20 +253,22 @@ def from_data(data: Data, given: Mapping[str, object]) -> Inputs:
     if isinstance(smallest, int) and smallest >= 1:
         variance = max(constants.gradient_variance) / smallest + constants.gradient_distance**2
         values["gradient_variance"] = variance
-        notes.append(f"gradient_variance is that of a batch of {smallest} records, and of devices whose data differ")
+        notes.append(
+            f"gradient_variance is for a batch of {smallest} records, and includes the differences between devices' data"
+        )
     else:
         notes.append("gradient_variance depends on batch_size, which the problem does not give")
     return Inputs(values=values, notes=tuple(notes))
 
 
 def _best(problem: Problem, bound: Bound) -> Place:
-    """Return the feasible point of least bound. Both bounds grow with tau, so the best tau for a K is the least feasible one."""
+    """Return the feasible point of least bound. Both bounds grow with tau, so each K has its least feasible tau."""
     best = _start(problem, bound)
     least = float(bound(best[0] * best[1], best[1]))
     last = problem.last_step(least)
     if last > MOST_STEPS:
-        allows = f"allows {last:.3g} steps, and neither costs nor noise rule them out; at most {MOST_STEPS:.0e} can be searched"
-        raise ProblemError("max_cost", f"max_cost={problem.max_cost!r}: {allows}")
+        allows = f"costs and noise allow {last:.3g} steps; at most {MOST_STEPS:.0e} can be searched, so lower the limit"
+        raise ProblemError("max_resource_cost", f"max_resource_cost={problem.max_resource_cost!r}: {allows}")
     for first in range(1, last + 1, _CHUNK):
         steps = np.arange(first, min(first + _CHUNK, last + 1), dtype=np.float64)
         tau = problem.least_steps_per_round(steps)
@@ -274,25 +281,25 @@ def _best(problem: Problem, bound: Bound) -> Place:
             point = _point(problem, int(steps[index]), int(tau[index]))
             if point is None:
                 continue
-            found = float(bound(steps[index], point[1]))
-            if (found, steps[index]) < (least, best[0] * best[1]):
-                best, least = point, found
+            bound_here = float(bound(steps[index], point[1]))
+            if (bound_here, steps[index]) < (least, best[0] * best[1]):
+                best, least = point, bound_here
     return best
 
 
 def _start(problem: Problem, bound: Bound) -> Place:
-    """Return a good feasible point, with which the search compares others."""
-    found = []
+    """Return a good feasible point to start the search with."""
+    points = []
     for tau in _spaced(problem.most_steps_per_round()):
         per_round = problem.cost(1, tau)
-        most = problem.max_cost / per_round if per_round > 0 else float(MOST_STEPS)
-        found += [(rounds, tau) for rounds in _spaced(int(min(most, MOST_STEPS))) if problem.feasible(rounds, tau)]
-    values = bound(np.asarray([rounds * tau for rounds, tau in found]), np.asarray([tau for _, tau in found]))
-    return found[int(np.argmin(values))]
+        most = problem.max_resource_cost / per_round if per_round > 0 else float(MOST_STEPS)
+        points += [(rounds, tau) for rounds in _spaced(int(min(most, MOST_STEPS))) if problem.feasible(rounds, tau)]
+    values = bound(np.asarray([rounds * tau for rounds, tau in points]), np.asarray([tau for _, tau in points]))
+    return points[int(np.argmin(values))]
 
 
 def _spaced(last: int) -> list[int]:
-    """Return some whole numbers in 1..last, about evenly spaced in their logarithms."""
+    """Return some whole numbers in 1..last, about evenly spaced in the logarithm."""
     return sorted({int(value) for value in np.geomspace(1, max(last, 1), 60)} | set(range(1, min(last, 20) + 1)))
 
 
@@ -307,9 +314,9 @@ def _point(problem: Problem, num_steps: int, least: int) -> Place | None:
 
 
 def _candidates(problem: Problem, best: Place) -> tuple[Candidate, ...]:
-    """Return the best point, DP-SGD (tau = 1), the best point under the bound that is proved, and the paper's relaxed point."""
+    """Return the best point, DP-SGD (tau = 1), the best point under the proved bound, and the paper's relaxed point."""
     corrected = _best(problem, problem.mean_bound)
-    found = [
+    candidates = [
         _candidate(problem, "best", math.prod(best), best[1]),
         _candidate(problem, "best with tau = 1", _rounds_at_one(problem), 1),
         _candidate(problem, "best for the mean of the iterates", math.prod(corrected), corrected[1]),
@@ -318,15 +325,17 @@ def _candidates(problem: Problem, best: Place) -> tuple[Candidate, ...]:
     tau = _relaxed_steps_per_round(problem, steps)
     if np.isfinite(tau).any():
         index = int(np.nanargmin(problem.bound(steps, tau)))
-        found.append(_candidate(problem, "the paper's relaxation", float(steps[index]), float(tau[index])))
-    return tuple(found)
+        candidates.append(_candidate(problem, "the paper's relaxation", float(steps[index]), float(tau[index])))
+    return tuple(candidates)
 
 
 def _rounds_at_one(problem: Problem) -> int:
     per_round = problem.cost(1, 1)
-    most = int(min(problem.max_cost / per_round if per_round > 0 else MOST_STEPS, problem.last_step(math.inf), MOST_STEPS))
+    most = int(
+        min(problem.max_resource_cost / per_round if per_round > 0 else MOST_STEPS, problem.last_step(math.inf), MOST_STEPS)
+    )
     rounds = np.arange(1.0, max(most, 1) + 1)
-    kept = rounds[problem.cost_per_aggregation * rounds + problem.cost_per_step * rounds <= problem.max_cost]
+    kept = rounds[problem.cost_per_aggregation * rounds + problem.cost_per_step * rounds <= problem.max_resource_cost]
     return int(kept[np.argmin(problem.bound(kept, 1.0))])
 
 
@@ -372,9 +381,9 @@ def _reasons(problem: Problem, candidates: tuple[Candidate, ...]) -> list[str]:
 
 @lru_cache(maxsize=64)
 def _needed(epsilon: float, delta: float) -> str:
-    """Return how much less noise exact composition needs: the same fraction for any number of steps."""
+    """Return text that says how much less noise exact composition needs: the same fraction for any number of steps."""
     try:
-        needed = accounting.calibrate(dp.GaussianDpEvent, epsilon=epsilon, delta=delta, relation="replace-one")
+        needed = accounting.calibrate(dp_events.GaussianDpEvent, epsilon=epsilon, delta=delta, relation="replace-one")
     except ValueError:  # out of the accountant's reach
         return ""
     less = 1 - needed / math.sqrt(2 / zcdp_budget(epsilon=epsilon, delta=delta))
@@ -385,11 +394,11 @@ def _panels(problem: Problem, rounds: int, tau: int, bound: float) -> tuple[Pane
     """Return the bound over tau, with the best number of rounds for each, and over K, with the relaxed tau of eq. 22."""
     reach, steps = problem.most_steps_per_round(), rounds * tau
     if problem.cost_per_step > 0:
-        reach = min(reach, int((problem.max_cost - problem.cost_per_aggregation) / problem.cost_per_step))
+        reach = min(reach, int((problem.max_resource_cost - problem.cost_per_aggregation) / problem.cost_per_step))
     last_tau, last_steps = planner.last_shown(tau, reach), planner.last_shown(steps, problem.last_step(math.inf))
 
     def by_tau(taus: Floats) -> Floats:
-        return np.asarray([_least(problem, int(one), rounds) for one in taus])
+        return np.asarray([_least(problem, int(value), rounds) for value in taus])
 
     def by_steps(numbers: Floats) -> Floats:
         return problem.bound(numbers, _relaxed_steps_per_round(problem, numbers))
@@ -401,8 +410,8 @@ def _panels(problem: Problem, rounds: int, tau: int, bound: float) -> tuple[Pane
 
 
 def _relaxed_steps_per_round(problem: Problem, num_steps: Floats) -> Floats:
-    """Return tau* = c1 K / (C_th - c2 K) of eq. 22, at least 1; NaN where the step-size condition or the costs forbid it."""
-    left = problem.max_cost - problem.cost_per_step * num_steps
+    """Return tau* = c1 K / (C_th - c2 K) of eq. 22, at least 1; NaN if the step-size condition or the costs forbid it."""
+    left = problem.max_resource_cost - problem.cost_per_step * num_steps
     with np.errstate(divide="ignore", invalid="ignore"):
         tau = np.maximum(problem.cost_per_aggregation * num_steps / left, 1.0) if problem.cost_per_aggregation else 1 + 0 * left
         step = problem.learning_rate * problem.smoothness
@@ -411,9 +420,9 @@ def _relaxed_steps_per_round(problem: Problem, num_steps: Floats) -> Floats:
 
 
 def _least(problem: Problem, tau: int, best_num_rounds: int) -> float:
-    """The least bound at this tau, of some numbers of rounds."""
+    """Return the least bound at this tau over some numbers of rounds."""
     per_round = problem.cost(1, tau)
-    most = problem.max_cost / per_round if per_round > 0 else np.inf
+    most = problem.max_resource_cost / per_round if per_round > 0 else np.inf
     tried = np.unique(np.geomspace(1, max(min(most, 10.0 * best_num_rounds), 1.0), _TRIED).round())
     rounds = [int(count) for count in {*tried, best_num_rounds} if problem.feasible(int(count), tau)]
     return float(np.min(problem.bound(np.asarray(rounds, dtype=np.float64) * tau, tau))) if rounds else float("nan")

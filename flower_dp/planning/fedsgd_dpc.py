@@ -1,11 +1,11 @@
-"""FedSGD-DPC: the number of rounds and of clients in a round for which the convergence bound is least.
+"""FedSGD-DPC: the number of rounds and of clients per round with the least convergence bound.
 
 Zhou, Liu, Fu, Wu, Li, Yu: Optimizing the Numbers of Queries and Replies in Federated Learning with Differential
 Privacy.
 
-The unit of privacy is one record, every message is private on its own (local DP). In each of T rounds b of N clients
-reply, round robin, so a client replies bT/N times and its noise is calibrated to all of its replies together. The bounds,
-Sections V-B (Laplace) and VI-B (Gaussian), are on the expected squared distance to the optimum after T rounds.
+The unit of privacy is one record. Local DP: every message carries its client's full noise. In each of T rounds b of N clients
+reply, round robin, so a client replies bT/N times. Its noise is calibrated to all of its replies together. The bounds, Sections
+V-B (Laplace) and VI-B (Gaussian), are on the expected squared distance to the optimum after T rounds.
 """
 
 import math
@@ -25,7 +25,7 @@ from flower_dp.planning.planner import Floats, Panel, ProblemError, Row, finite,
 LONGEST = 10**15
 _ANYWHERE = "whole numbers"
 _GAUSSIAN = ("delta", "sampling_rate", "gradient_variance", "noise_constant")
-# The keys that errors name if the terms of the bound overflow, in their order.
+# The keys that errors name if the terms of the bound overflow, in the order of the terms.
 _KEYS_OF_TERMS = ("initial_distance", "heterogeneity", "gradient_bound", "gradient_variance", "epsilon")
 
 
@@ -40,14 +40,14 @@ class Bound:
     shift: float
     """gamma = 2 smoothness / strong_convexity."""
     sampling_term: float
-    """C1: falls with the cohort. Gaussian: E1 = (8 G^2/mu^2) N/(N - 1); the paper prints mu_2 for mu^2."""
+    """C1: its part of the bound falls with the cohort. Gaussian: E1 = (8 G^2/mu^2) N/(N - 1); the paper prints mu_2 for mu^2."""
     noise_term: float
-    """C2: grows with the cohort and with T^2."""
+    """C2: its part of the bound grows with the cohort and with T^2."""
     fixed_term: float
-    """C3: start and heterogeneity, less the part of C1 that a full cohort does not pay. Gaussian, E2: and mini-batch variance,
-    less what E3 counts too much."""
+    """C3: start and heterogeneity, less the part of C1 that a full cohort does not have. Gaussian, E2: also mini-batch variance,
+    less the part that E3 counts in excess."""
     noise_floor: float
-    """E3: what is left as T grows."""
+    """E3: the limit of the bound as T grows."""
 
     def value(self, num_rounds: float | Floats, cohort_size: float | Floats) -> Floats:
         """Return U(T, b), elementwise."""
@@ -59,15 +59,15 @@ class Bound:
         """Return the continuous T* = sqrt(gamma^2 + (C1/b + C3)/(C2 b)) - gamma for fixed b (eq. 6), elementwise."""
         cohort = np.asarray(cohort_size, dtype=np.float64)
         with np.errstate(divide="ignore", over="ignore", invalid="ignore"):
-            # C1/b + C3 >= gamma Y0 >= 0 on paper; rounding may leave it a little below zero at b = N.
+            # On paper C1/b + C3 >= gamma Y0 >= 0; float rounding may put it slightly below zero at b = N.
             gain = np.maximum(self.sampling_term / cohort + self.fixed_term, 0.0)
             ratio = np.where(gain > 0, gain / (self.noise_term * cohort), 0.0)
-            # The same as sqrt(gamma^2 + ratio) - gamma, without the cancellation.
+            # Equals sqrt(gamma^2 + ratio) - gamma, without its cancellation.
             best = ratio / (np.sqrt(self.shift**2 + ratio) + self.shift)
         return np.where(np.isfinite(ratio), best, np.inf)
 
     def best_cohort_size(self, num_rounds: float, num_clients: int) -> float:
-        """Return the continuous b* = sqrt(C1/C2) / T for fixed T, brought into [1, N]."""
+        """Return the continuous b* = sqrt(C1/C2) / T for fixed T, clamped to [1, N]."""
         if num_rounds == 0 or self.noise_term == 0:
             return float(num_clients)
         return min(max(math.sqrt(self.sampling_term / self.noise_term) / num_rounds, 1.0), float(num_clients))
@@ -94,7 +94,7 @@ class Problem(planner.Problem):
     cohort_size: int | None = whole(at_most="num_clients", default=None)  # b
     num_rounds: int | None = whole(at_most=LONGEST, default=None)  # T
     max_rounds: int | None = whole(at_most=LONGEST, default=None)
-    # The Gaussian mechanism needs the following. They are checked for the Laplace mechanism too.
+    # Only the Gaussian mechanism needs these keys; they are checked for the Laplace mechanism too.
     delta: Floats | None = real(above=0, below=1, each=True, default=None)  # delta_i
     sampling_rate: float | None = real(above=0, at_most=1, default=None)  # q
     gradient_variance: Floats | None = real(at_least=0, each=True, default=None)  # Lambda_i^2
@@ -106,7 +106,7 @@ class Problem(planner.Problem):
             raise checks.bad("num_rounds", self.num_rounds, f"<= max_rounds={self.max_rounds}")
         if self.mechanism == "gaussian":
             if self.num_rounds is None and self.max_rounds is None:
-                why = "the Gaussian bound has no best number of rounds: give max_rounds or num_rounds"
+                why = "the Gaussian bound has no best number of rounds; give max_rounds or num_rounds"
                 raise BadValue("max_rounds", f"max_rounds: missing; {why}")
             for key in _GAUSSIAN:
                 if getattr(self, key) is None:
@@ -122,11 +122,11 @@ class Problem(planner.Problem):
 
     @property
     def shift(self) -> float:
-        """The gamma of Theorem 3: 2 lambda / mu."""
+        """The gamma of Theorem 3, 2 lambda / mu."""
         return 2 * self.smoothness / self.strong_convexity
 
     def bound(self) -> Bound:
-        """Return the bound U(T, b) with its constants gathered as in Section V-B or VI-B."""
+        """Return the bound U(T, b) with its constants collected as in Section V-B or VI-B."""
         laplace, n = self.mechanism == "laplace", self.num_clients
         start, heterogeneity, spread, batches, noise = self._terms().values()
         fixed = start + heterogeneity + batches - spread / (n - 1)
@@ -146,11 +146,11 @@ class Problem(planner.Problem):
         return {name: part / (num_rounds + self.shift) for name, part in terms.items()}
 
     def _terms(self) -> dict[str, float]:
-        """Return the terms by name, each without what depends on T and b: noise is C2 (Laplace) or E3 (Gaussian)."""
+        """Return the terms by name, each without its factor of T and b: noise is C2 (Laplace) or E3 (Gaussian)."""
         mu = self.strong_convexity
         unit = self.dimension * (self.clip_norm / (mu * sum(self.num_records))) ** 2
         batches, noise = 0.0, 32 * unit * float(np.sum(self.epsilon**-2.0)) / self.num_clients
-        if self.mechanism == "gaussian":  # then `check` has seen that its keys are there
+        if self.mechanism == "gaussian":  # `check` has refused missing keys
             delta, rate, variance, constant = (getattr(self, key) for key in _GAUSSIAN)
             records = np.asarray(self.num_records, dtype=np.float64)
             batches = 4 * float(np.sum(records * variance)) / (rate * (mu * float(np.sum(records))) ** 2)
@@ -165,13 +165,13 @@ class Problem(planner.Problem):
 
 
 def num_replies(num_clients: int, cohort_size: int, num_rounds: int) -> int:
-    """Return the most replies that round robin asks of one client: ceil(b T / N)."""
+    """Return the maximum number of replies of one client under round robin: ceil(b T / N)."""
     return -(-cohort_size * num_rounds // num_clients)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate(planner.Candidate):
-    """A point of whole numbers that was compared, and the continuous point that it rounds, if any."""
+    """A compared point of whole numbers, and the continuous point that it rounds, if any."""
 
     LETTERS: ClassVar[Mapping[str, str]] = {"cohort_size": "b", "num_rounds": "T"}
     cohort_size: int
@@ -193,14 +193,16 @@ class Candidate(planner.Candidate):
 def plan(values: Mapping[str, object]) -> planner.Plan[Problem, Candidate]:
     """Return the best number of rounds and cohort size for a problem (its keys are the fields of `Problem`).
 
-    Laplace: where both are free, the continuous candidates are b = 1 and b = N with their T*, T = 0, and T = max_rounds
-    with its b* where max_rounds cuts. The answer is the best point of whole numbers anywhere: one of these, rounded, or
-    a point in between where T* is so small that rounding it costs more than another b. Gaussian: b = N and
-    T = max_rounds if more rounds lower the bound, else T = 0. What the problem fixes (cohort_size, num_rounds) stays
-    fixed; if it fixes both, the bound is only evaluated.
+    Laplace, if both are free: the continuous candidates are b = 1 and b = N with their T*, and T = 0. If max_rounds limits T*,
+    T = max_rounds with its b* is one too. The answer is the best point of whole numbers anywhere: a rounded candidate, or a point
+    in between, if T* is so small that rounding it costs more than another b.
+
+    Gaussian: b = N, and T = max_rounds if more rounds lower the bound, else T = 0.
+
+    Values that the problem fixes (cohort_size, num_rounds) stay fixed; if it fixes both, the bound is only evaluated.
 
     Raises:
-        ProblemError: naming the key that is unknown, missing or impossible.
+        ProblemError: naming the key that is unknown, missing or out of range.
     """
     problem = Problem.from_mapping(values)
     bound = problem.bound()
@@ -212,7 +214,7 @@ def plan(values: Mapping[str, object]) -> planner.Plan[Problem, Candidate]:
         candidates = _cohorts_at(bound, problem.num_rounds, problem.num_clients, "fixed T")
     else:
         candidates = _laplace_candidates(problem, bound)
-    # Of equals the first.
+    # `min` returns the first of equal candidates.
     best = min(candidates, key=lambda candidate: candidate.bound)
     for candidate in candidates:
         finite("epsilon", candidate.bound, "the bound")
@@ -251,14 +253,14 @@ def from_data(data: planner.Data, given: Mapping[str, object]) -> planner.Inputs
 
 
 def _continuous_optimum(candidates: list[Candidate]) -> dict[str, float | None] | None:
-    """Return the least of the candidates' continuous points, or None where nothing was rounded.
+    """Return the candidates' continuous point of least bound, or None if nothing was rounded.
 
-    The paper's Table I rounds b* up; the answer has the whole numbers of least bound.
+    The paper's Table I rounds b* up; this planner's answer has the whole numbers of least bound.
     """
     points = [(point.continuous_bound, point) for point in candidates if point.continuous_bound is not None]
     if not points:
         return None
-    bound, least = min(points, key=lambda one: one[0])
+    bound, least = min(points, key=lambda point: point[0])
     return {"cohort_size": least.continuous_cohort_size, "num_rounds": least.continuous_num_rounds, "bound": bound}
 
 
@@ -278,7 +280,7 @@ def _gaussian_candidates(problem: Problem, bound: Bound) -> list[Candidate]:
     rounds = problem.num_rounds or problem.max_rounds or 0
     candidates = [_candidate(bound, f"b = {cohort}, T = {rounds}", cohort, rounds) for cohort in cohorts]
     if problem.num_rounds is None:
-        # First, to win a tie: T = max_rounds must lower the bound.
+        # T = 0 comes first and so wins a tie: T = max_rounds must lower the bound.
         candidates.insert(0, _candidate(bound, "T = 0", cohorts[0], 0))
     return candidates
 
@@ -302,10 +304,10 @@ def _laplace_candidates(problem: Problem, bound: Bound) -> list[Candidate]:
 
 
 def _rounds_at(bound: Bound, cohorts: Floats, cap: int | None) -> Candidate:
-    """Return the best point of these cohort sizes and whole T >= 1: U is convex in T, so T* lies next to it."""
+    """Return the best point of these cohort sizes and whole T >= 1: U is convex in T, so T is T* rounded down or up."""
     best = np.minimum(bound.best_num_rounds(cohorts), math.inf if cap is None else cap)
     if not np.all(best <= LONGEST):
-        raise ProblemError("max_rounds", "max_rounds: missing; the noise is so small that the best number of rounds has no limit")
+        raise ProblemError("max_rounds", "max_rounds: missing; the noise is so small that the best number of rounds is unlimited")
     rounds = np.maximum(np.concatenate([np.floor(best), np.ceil(best)]), 1.0)
     sizes = np.concatenate([cohorts, cohorts])
     with np.errstate(over="ignore"):

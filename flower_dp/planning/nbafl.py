@@ -1,13 +1,13 @@
-"""NbAFL: the noise of uplink and downlink, and the number of rounds and the cohort size for which its bounds are least.
+"""NbAFL: the noise of uplink and downlink, and the number of rounds and the cohort size with the least bounds.
 
 Wei, Li, Ding, Ma, Yang, Farokhi, Jin, Quek, Poor: Federated Learning with Differential Privacy: Algorithms and
 Performance Analysis, IEEE TIFS 2020. The unit of privacy is one record, under the paper's assumption that a client's
-weights are the mean of the optima of its single records (eq. 4); eavesdroppers see L uploads of a client and all T
-broadcasts. These are the paper's formulas, not proofs: from clipped weights alone a sensitivity of 2 C follows, not 2 C
-/ m, and the Gaussian formula holds for epsilon < 1 per exposure.
+weights are the mean of the optima of its single records (eq. 4). Eavesdroppers see L uploads of a client and all T
+broadcasts. These are the paper's formulas, not proofs: from clipped weights alone a sensitivity of 2 C follows, not
+2 C / m, and the Gaussian formula holds for epsilon < 1 per exposure.
 
 The bounds are Theorem 2 (all clients) and Theorem 3 (K of N), on the expected excess loss after T rounds. Both are defined
-only for a range of their constants: outside it the functions return NaN and `why_not_...` returns the reason.
+only for a range of their constants: outside it the functions return NaN, and `..._reason` returns the reason.
 """
 
 import math
@@ -26,10 +26,10 @@ _OF_THE_UPLINK = ("uplink_exposures", "epsilon", "delta", "clip_norm", "min_reco
 
 
 def best_proximal(*, smoothness: float, dissimilarity: float) -> float:
-    """Return the proximal coefficient mu that makes P of Theorem 2 least: rho (B^2 + 2B), where P = 1 - l/mu.
+    """Return the proximal coefficient mu that minimizes P of Theorem 2: rho (B^2 + 2B), with P = 1 - l/mu there.
 
-    lambda_2 = -1/mu + rho B (1 + B/2)/mu^2 is a parabola in 1/mu with its minimum there; for P < 1 at all mu must
-    exceed half of it.
+    lambda_2 = -1/mu + rho B (1 + B/2)/mu^2 is a parabola in 1/mu, whose minimum is at this mu. For P < 1, mu must exceed half of
+    it.
     """
     rho, b = checks.number("smoothness", smoothness, above=0), checks.number("dissimilarity", dissimilarity, at_least=1)
     return rho * (b**2 + 2 * b)
@@ -37,7 +37,7 @@ def best_proximal(*, smoothness: float, dissimilarity: float) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Problem(planner.Problem):
-    """The values that determine the noise. Comments on the fields give the paper's letters."""
+    """A checked problem of the noise alone. Comments on the fields give the paper's letters."""
 
     METHOD: ClassVar[str] = "nbafl"
 
@@ -78,7 +78,7 @@ class Bounds(Problem):
         return np.asarray(1 + 2 * self.pl_constant / mu**2 * inner)
 
     def all_clients(self, num_rounds: int | Floats) -> Floats:
-        """Return Theorem 2's bound at T, elementwise; not a number where P is outside (0, 1)."""
+        """Return Theorem 2's bound at T, elementwise; NaN if P is outside (0, 1)."""
         rounds, p = np.asarray(num_rounds, dtype=np.float64), self.contraction()
         if not 0 < p < 1:
             return np.full(rounds.shape, np.nan)
@@ -91,7 +91,7 @@ class Bounds(Problem):
             return np.asarray(p**rounds * self.initial_gap - np.expm1(rounds * math.log(p)) * price)
 
     def sampled_clients(self, cohort_size: int | Floats) -> Floats:
-        """Return Theorem 3's bound at K, elementwise; not a number where the logarithm or Q does not allow it."""
+        """Return Theorem 3's bound at K, elementwise; NaN if the logarithm is undefined or Q is outside (0, 1)."""
         k, q, t = np.asarray(cohort_size, dtype=np.float64), self.cohort_contraction(cohort_size), self.num_rounds
         mu, rho, b, n = self.proximal, self.smoothness, self.dissimilarity, self.num_clients
         alpha_0 = 2 * rho * k / n + rho
@@ -102,13 +102,13 @@ class Bounds(Problem):
             bound = q**t * self.initial_gap + (1 - q**t) / (1 - q) * price
         return np.asarray(np.where((q > 0) & (q < 1), bound, np.nan))
 
-    def why_not_all(self) -> str:
-        """Return why Theorem 2 gives no bound."""
+    def all_clients_reason(self) -> str:
+        """Return the reason that Theorem 2 gives no bound."""
         least = best_proximal(smoothness=self.smoothness, dissimilarity=self.dissimilarity) / 2
         return _vacuous("P", self.contraction(), f"P < 1 needs proximal > rho B (1 + B/2) = {least:.6g}")
 
-    def why_not_sampled(self, cohort_size: int) -> str:
-        """Return why Theorem 3 gives no bound at K."""
+    def sampled_clients_reason(self, cohort_size: int) -> str:
+        """Return the reason that Theorem 3 gives no bound at K."""
         n, t, argument = self.num_clients, self.num_rounds, _log_argument(self, cohort_size)
         if argument <= 0 and cohort_size < n:
             least = n * -math.expm1(-self.epsilon / t)
@@ -128,7 +128,7 @@ class Bounds(Problem):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Point(planner.Candidate):
-    """The bound at one (K, T), or why there is none; `last_cohort_size` ends a run of cohort sizes without a bound."""
+    """The bound at one (K, T), or the reason that it has none; `last_cohort_size` ends a range of cohort sizes without one."""
 
     cohort_size: int
     num_rounds: int
@@ -138,7 +138,7 @@ class Point(planner.Candidate):
 
     @property
     def feasible(self) -> bool:
-        """Tell whether the bound says anything here."""
+        """Whether the bound exists at this point."""
         return self.bound is not None
 
     def shown(self) -> str:
@@ -151,13 +151,12 @@ class Point(planner.Candidate):
 def plan(values: Mapping[str, object]) -> planner.Plan[Problem, Point]:
     """Return a problem's noise, and the optima of the bounds if the problem gives their constants.
 
-    best_num_rounds is the least T of least Theorem 2 bound in 1..max_rounds with all clients taking part;
-    best_cohort_size is the least K of least Theorem 3 bound in 1..N for the given T; both are found by evaluating every
-    point. The theorems do not agree at K = N, so their bounds are not to be compared with each other. The candidates begin with
-    both of them.
+    best_num_rounds is the smallest T in 1..max_rounds with the least Theorem 2 bound, if all clients take part. best_cohort_size
+    is the smallest K in 1..N with the least Theorem 3 bound at the given T. The planner evaluates every point. The theorems
+    disagree at K = N, so do not compare their bounds with each other. These two points are the first candidates.
 
     Raises:
-        ProblemError: naming the key that is unknown, missing or impossible.
+        ProblemError: naming the key that is unknown, missing or out of range.
     """
     problem = (Problem if set(values) <= set(keys_of(Problem)) else Bounds).from_mapping(values)
     noise = {key: getattr(problem, key) for key in keys_of(Problem)}
@@ -178,8 +177,7 @@ def plan(values: Mapping[str, object]) -> planner.Plan[Problem, Point]:
         by_rounds, by_cohort = candidates[:2]
         places = {"best_num_rounds": (by_rounds, by_rounds.num_rounds), "best_cohort_size": (by_cohort, by_cohort.cohort_size)}
         for name, (point, place) in places.items():
-            found = point.bound is not None
-            rows.append(Row(name, place, f"bound {point.bound:.6g}") if found else Row(name, None, text="infeasible"))
+            rows.append(Row(name, place, f"bound {point.bound:.6g}") if point.feasible else Row(name, None, text="infeasible"))
         details = {
             "best_num_rounds_bound": by_rounds.bound,
             "best_cohort_size_bound": by_cohort.bound,
@@ -218,7 +216,7 @@ def from_data(data: Data, given: Mapping[str, object]) -> Inputs:
 
 
 def _candidates(bounds: Bounds) -> tuple[Point, ...]:
-    """Return the best T, the best K, both bounds at the given point, then the runs of K without a bound."""
+    """Return the best T, the best K, both bounds at the given point, then the ranges of K without a bound."""
     n, k, t = bounds.num_clients, bounds.cohort_size, bounds.num_rounds
     by_cohort = bounds.sampled_clients(np.arange(1.0, n + 1))
     return (
@@ -232,24 +230,24 @@ def _candidates(bounds: Bounds) -> tuple[Point, ...]:
 
 def _all_clients(bounds: Bounds, name: str, num_rounds: int) -> Point:
     value = float(bounds.all_clients(num_rounds))
-    bound, reason = (value, None) if math.isfinite(value) else (None, bounds.why_not_all())
+    bound, reason = (value, None) if math.isfinite(value) else (None, bounds.all_clients_reason())
     return Point(name=name, cohort_size=bounds.num_clients, num_rounds=num_rounds, bound=bound, reason=reason)
 
 
 def _sampled(bounds: Bounds, name: str, cohort_size: int) -> Point:
     value = float(bounds.sampled_clients(cohort_size))
-    bound, reason = (value, None) if math.isfinite(value) else (None, bounds.why_not_sampled(cohort_size))
+    bound, reason = (value, None) if math.isfinite(value) else (None, bounds.sampled_clients_reason(cohort_size))
     return Point(name=name, cohort_size=cohort_size, num_rounds=bounds.num_rounds, bound=bound, reason=reason)
 
 
 def _least(values: Floats, given: int) -> int:
-    """Return the place, counted from one, of the least finite value; what is given if there is none."""
-    found = np.where(np.isfinite(values), values, np.inf)
-    return int(np.argmin(found)) + 1 if np.isfinite(found).any() else given
+    """Return the index of the least finite value, counted from one; `given` if no value is finite."""
+    finite_values = np.where(np.isfinite(values), values, np.inf)
+    return int(np.argmin(finite_values)) + 1 if np.isfinite(finite_values).any() else given
 
 
 def _runs(bounds: Bounds, by_cohort: Floats) -> list[Point]:
-    """Return one point for each run of neighbouring cohort sizes that have no bound, with the reason at its largest."""
+    """Return one point for each range of cohort sizes without a bound, with the reason at its largest size."""
     gone = np.concatenate([[False], ~np.isfinite(by_cohort), [False]])
     starts, ends = np.flatnonzero(gone[1:] & ~gone[:-1]) + 1, np.flatnonzero(gone[:-1] & ~gone[1:])
     return [
@@ -259,7 +257,7 @@ def _runs(bounds: Bounds, by_cohort: Floats) -> list[Point]:
             last_cohort_size=int(end),
             num_rounds=bounds.num_rounds,
             bound=None,
-            reason=f"at K={end}: {bounds.why_not_sampled(int(end))}",
+            reason=f"at K={end}: {bounds.sampled_clients_reason(int(end))}",
         )
         for start, end in zip(starts, ends, strict=True)
     ]
@@ -312,7 +310,7 @@ def _reasons_for_optima(bounds: Bounds, candidates: tuple[Point, ...]) -> list[s
         least = best_k.cohort_size
         reasons.append(f"K of N at T={t}: K={least}, bound {best_k.bound:.4g}; K={k} as given {given}")
         if 1 < least < n and _log_argument(bounds, least - 1) <= 0:
-            zero = "and the paper's noise goes to 0 there: this optimum may be an artefact of the formula"
+            zero = "and the paper's noise goes to 0 there: this optimum may be an artifact of the formula"
             reasons.append(f"K={least} is the least K whose logarithm is defined, {zero}")
     return reasons
 
@@ -325,4 +323,4 @@ def _log_argument(problem: Problem, cohort_size: int) -> float:
 def _vacuous(letter: str, value: float, hint: str) -> str:
     if 0 < value < 1:
         return "the bound leaves the range of floating-point numbers"
-    return f"{letter} = {value:.6g} is outside (0, 1), so the bound says nothing; {hint}"
+    return f"{letter} = {value:.6g} is outside (0, 1), so there is no bound; {hint}"

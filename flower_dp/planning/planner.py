@@ -1,4 +1,4 @@
-"""The shared parts of the planners: a problem that is read key by key, and a plan as text, as JSON and as diagrams."""
+"""Shared parts of the planners: problems that are read key by key, and plans as text, JSON and diagrams."""
 
 import difflib
 import math
@@ -21,14 +21,14 @@ Floats = NDArray[np.float64]
 P = TypeVar("P", bound="Problem")
 C = TypeVar("C", bound="Candidate")
 
-# A scan over cohort sizes or rounds holds a few float64 arrays of this length.
+# A scan over cohort sizes or rounds keeps a few float64 arrays of this length in memory.
 LARGEST_COUNT = 10**6
-# A note of `from_data`.
+# A note that several planners' `from_data` return.
 PILOTS_CLIP_NORM = "clip_norm is the largest norm of a record's gradient in the pilot: usually far too much"
 
 
 class ProblemError(BadValue):
-    """A problem that can't be planned for. `field` is the key at fault; the message is one line that names it."""
+    """An invalid problem. `field` is the key at fault; the message is one line that begins with the key."""
 
     def __init__(self, field: str, message: str) -> None:
         super().__init__(field, " ".join(message.split()))
@@ -38,7 +38,7 @@ def read_problem(path: Path | str) -> dict[str, object]:
     """Return the top-level table of a problem file in TOML.
 
     Raises:
-        ProblemError: if the file can't be read or is not TOML; the field is "problem".
+        ProblemError: if the file can't be read or is not TOML; its field is "problem".
     """
     try:
         with Path(path).open("rb") as file:
@@ -52,7 +52,7 @@ def read_problem(path: Path | str) -> dict[str, object]:
 def whole(*, at_least: int = 1, at_most: int | str = LARGEST_COUNT, each: bool = False, default: Any = MISSING) -> Any:
     """Define a key whose value is a whole number within bounds; a bound may be the name of an earlier key.
 
-    With `each` the value is one number a client, as a tuple; a single number stands for every client.
+    With `each` the value is one number per client, as a tuple; a single number stands for every client.
     """
     return _key(checks.integer, f"a whole number >= {at_least}", each, default, at_least=at_least, at_most=at_most)
 
@@ -60,7 +60,7 @@ def whole(*, at_least: int = 1, at_most: int | str = LARGEST_COUNT, each: bool =
 def real(*, each: bool = False, default: Any = MISSING, **bounds: float | str) -> Any:
     """Define a key whose value is a finite number within bounds (`above`, `at_least`, `below`, `at_most`).
 
-    A bound may be the name of an earlier key. With `each` the value is one number a client, as an array; a single number stands
+    A bound may be the name of an earlier key. With `each` the value is one number per client, as an array; a single number stands
     for every client.
     """
     return _key(checks.number, "a finite number", each, default, **bounds)
@@ -84,7 +84,7 @@ class _Key:
     bounds: Mapping[str, Any]
 
     def read(self, name: str, value: object, earlier: Mapping[str, Any]) -> Any:
-        """Return a checked value; `earlier` has those of earlier keys."""
+        """Return a checked value; `earlier` has the values of earlier keys."""
         bounds = {side: _limit(bound, earlier) for side, bound in self.bounds.items()}
         if not self.each:
             return self.check(name, value, **bounds)
@@ -92,20 +92,20 @@ class _Key:
         if not isinstance(value, list | tuple | np.ndarray):
             entries = [self.check(name, value, **bounds)] * count
         elif len(value) != count:
-            raise BadValue(name, f"{name}: the list has length {len(value)}, num_clients={count} asks for length {count}")
+            raise BadValue(name, f"{name}: the list has length {len(value)}, num_clients={count} needs length {count}")
         else:
             entries = [self.check(f"{name}[{index}]", entry, **bounds) for index, entry in enumerate(value)]
         return tuple(entries) if self.check is checks.integer else np.asarray(entries, dtype=np.float64)
 
 
 def _limit(bound: Any, earlier: Mapping[str, Any]) -> Any:
-    """Return a bound's value: a name is that of an earlier key, whose smallest value it is."""
+    """Return a bound as a number; a name stands for the smallest value of that earlier key."""
     return np.min(earlier[bound]).item() if isinstance(bound, str) else bound
 
 
 def keys_of(problem: type[Any]) -> tuple[str, ...]:
     """Return the keys of a problem."""
-    return tuple(one.name for one in fields(problem))
+    return tuple(key.name for key in fields(problem))
 
 
 class Problem:
@@ -119,13 +119,13 @@ class Problem:
         """Read and check a problem.
 
         Raises:
-            ProblemError: naming the key that is unknown, missing or impossible.
+            ProblemError: naming the key that is unknown, missing or out of range.
         """
-        keys: dict[str, _Key] = {one.name: one.metadata["key"] for one in fields(cls)}  # type: ignore[arg-type]
+        keys: dict[str, _Key] = {key.name: key.metadata["key"] for key in fields(cls)}  # type: ignore[arg-type]
         for name in values:
             if name not in keys:
                 close = difflib.get_close_matches(name.replace("-", "_"), keys, n=1, cutoff=0.5)
-                hint = f"did you mean {close[0]}?" if close else f"{cls.METHOD} knows {', '.join(keys)}"
+                hint = f"did you mean {close[0]}?" if close else "docs/planning.md lists its keys"
                 raise ProblemError(name, f"{name}: unknown key for {cls.METHOD}; {hint}")
         read: dict[str, Any] = {}
         try:
@@ -141,7 +141,7 @@ class Problem:
         return problem
 
     def check(self) -> None:
-        """Refuse what the keys' own bounds allow.
+        """Refuse invalid combinations of values that are valid alone.
 
         Raises:
             BadValue: naming the key.
@@ -152,7 +152,7 @@ def finite(key: str, value: float, what: str) -> float:
     """Return `value` if it is finite.
 
     Raises:
-        ProblemError: naming the key, if the arithmetic behind `what` has left the range of float64.
+        ProblemError: naming the key, if the arithmetic of `what` leaves the range of float64.
     """
     if not math.isfinite(value):
         raise ProblemError(key, f"{key}: {what} leaves the range of floating-point numbers; rescale the problem")
@@ -160,7 +160,7 @@ def finite(key: str, value: float, what: str) -> float:
 
 
 def share_above(bound: float, least: float) -> str:
-    """Return by how much a bound is above the least one, in percent: "1.9 % more", "113 % more"."""
+    """Return the excess of a bound over the least one, as text in percent: "1.9 % more", "113 % more"."""
     percent = 100 * (bound / least - 1)
     return f"{percent:.0f} % more" if percent >= 10 else f"{percent:.2g} % more"
 
@@ -172,15 +172,15 @@ def in_parts(parts: Mapping[str, float], bound: float) -> str:
 
 
 def no_promise(key: str, before: float, *, bound: str = "the bound", ranks: str = "it ranks the points") -> str:
-    """Return the reason for a reader that a bound is not below what `key` says of the start of training."""
+    """Return the text that a bound is not below the value of `key`, which describes the start of training."""
     what = f"{bound} is not below {key}={before:g}, the {key.removeprefix('initial_')} before training"
     return f"{what}: {ranks}, it does not promise that training helps"
 
 
 class Panel(NamedTuple):
-    """One diagram: the bound over a whole-numbered variable, and the optimum on it.
+    """One diagram: the bound over a whole-numbered variable, with the optimum.
 
-    A curve takes whole numbers as float64 [n] and returns the bound [n], NaN where there is none.
+    A curve is a function from whole numbers, as float64 [n], to bounds [n]; NaN stands for no bound.
     """
 
     title: str
@@ -193,13 +193,13 @@ class Panel(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """A point that was compared; a subclass has its place, whose fields `LETTERS` has with the paper's letters, and its bound."""
+    """A compared point. A subclass adds its bound and its coordinates; `LETTERS` gives the paper's letters of these fields."""
 
     LETTERS: ClassVar[Mapping[str, str]] = {}
     name: str
 
     def at(self, between: str = ", ") -> str:
-        """Return the place in the paper's letters."""
+        """Return the coordinates in the paper's letters."""
         return between.join(f"{letter}={_shown(getattr(self, name))}" for name, letter in self.LETTERS.items())
 
     def shown(self) -> str:
@@ -208,12 +208,12 @@ class Candidate:
 
 
 def last_shown(optimum: int, limit: float, least: int = 20) -> int:
-    """Return where a diagram ends that shows an optimum: four times as far, if the variable goes there."""
+    """Return the end of a diagram's axis: four times the optimum, if the variable's range allows it."""
     return max(int(min(limit, max(4 * optimum, least))), optimum)
 
 
 class Row(NamedTuple):
-    """One number of an answer: its key in JSON, its value, a note on it; `text` stands for the value where it is not empty."""
+    """One number of an answer: its key in JSON, its value and a note; a text that is not empty is shown instead of the value."""
 
     name: str
     value: object
@@ -235,15 +235,15 @@ class Plan(Generic[P, C]):
     """The answer of a planner.
 
     Attributes:
-        problem: what was asked.
-        head: the first line for a reader.
-        best: the best point under the bound; None if nothing is feasible, or if a method has several bounds.
-        rows: the numbers of the answer, for a reader and in JSON.
-        details: what JSON has beside those.
-        candidates: the points that were compared, the best among them.
-        reasons: why the answer is what it is, in sentences.
-        panels: what `plot` draws; nothing if there is no bound to draw.
-        infeasible: why nothing is feasible, in one line that names the keys; None where there is an answer.
+        problem: the problem that was solved.
+        head: first line for a reader.
+        best: best point under the bound; None if nothing is feasible, or if a method has several bounds.
+        rows: numbers of the answer, for a reader and in JSON.
+        details: further entries of the JSON answer.
+        candidates: compared points, including the best one.
+        reasons: reasons for the answer, in sentences.
+        panels: diagrams for `plot`; empty if there is no bound to draw.
+        infeasible: reason that nothing is feasible, in one line that names the keys; None if there is an answer.
     """
 
     problem: P
@@ -261,7 +261,7 @@ class Plan(Generic[P, C]):
         return {row.name: row.value for row in self.rows}[name]
 
     def to_dict(self) -> dict[str, object]:
-        """Return the answer as plain values that JSON can hold; null where nothing is feasible."""
+        """Return the answer as plain values for JSON; null if nothing is feasible."""
         numbers = {row.name: row.value for row in self.rows}
         points = {"candidates": [asdict(point) for point in self.candidates]}
         return {"method": self.problem.METHOD, **numbers, **points, **self.details, "reasons": list(self.reasons)}
@@ -278,16 +278,16 @@ class Plan(Generic[P, C]):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Data:
-    """What the clients' data say. NOT PRIVATE, unless the data are public."""
+    """Facts of the clients' data. NOT PRIVATE, unless the data are public."""
 
     constants: "Constants"
     num_records: tuple[int, ...]
-    """The size of every client's data set: also of the clients that the constants were not computed from."""
+    """Number of records of every client, including clients that the constants were not computed from."""
     dimension: int
-    """Number of parameters of the model that will be trained."""
+    """Number of parameters of the model to be trained."""
 
     def sizes(self) -> dict[str, object]:
-        """Return the keys that hold the numbers of clients, of their records and of parameters."""
+        """Return the keys for the numbers of clients, of their records and of parameters."""
         same = len(set(self.num_records)) == 1
         records = self.num_records[0] if same else list(self.num_records)
         return {"num_clients": len(self.num_records), "num_records": records, "dimension": self.dimension}
@@ -295,21 +295,21 @@ class Data:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Inputs:
-    """Keys of a problem, and notes on where they come from, in sentences."""
+    """Keys of a problem, and notes on their sources, in sentences."""
 
     values: Mapping[str, object]
     notes: tuple[str, ...] = ()
 
 
 class Planner(Protocol):
-    """One paper's planner. A module with these two names is one."""
+    """One paper's planner: a module with these two functions."""
 
     def plan(self, values: Mapping[str, object]) -> Plan[Any, Any]:
         """Return the best configuration for a problem.
 
         Raises:
-            ProblemError: naming the key that is unknown, missing or impossible.
+            ProblemError: naming the key that is unknown, missing or out of range.
         """
 
     def from_data(self, data: Data, given: Mapping[str, object]) -> Inputs:
-        """Return the keys that data determine. `given` are keys known already, from which some values follow."""
+        """Return the keys that data determine. Some values depend on `given`, the keys that are already known."""

@@ -8,31 +8,31 @@ from typing import Any
 
 import numpy as np
 
-from flower_dp.core import checks, dp
-from flower_dp.core.stored import parts_of, stored_as
+from flower_dp.core import checks, dp_events
+from flower_dp.core.serialization import parts_of, register_serializable
 from flower_dp.privacy import accounting
-from flower_dp.privacy.accounting import Cost
+from flower_dp.privacy.accounting import PrivacyCost
 from flower_dp.privacy.events import Relation, as_json, of_json
 from flower_dp.privacy.private_file import LedgerError
 
-# The owner of a release that costs all clients alike: known or not, asked or not.
-EVERY_CLIENT = "every client"
-# An owner's events by their places, each with its count, sorted.
+# The owner of a release that costs all clients alike: known or not, selected or not.
+ALL_CLIENTS = "every client"
+# An owner's events by index, each with its count, sorted.
 _Counts = tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Scope:
-    """What costs add up for: events that protect the same unit under the same relation, as one adversary sees them.
+class CostScope:
+    """The scope in which costs compose: events for the same unit under the same relation, as one adversary sees them.
 
     Attributes:
-        unit: what the events protect: a `client` or a `record`.
-        relation: the neighboring relation of the events.
-        view: the adversary; empty: the strongest one.
+        unit: unit that the events protect: `client` or `record`.
+        relation: neighboring relation of the events.
+        view: name of the adversary; empty for the strongest one.
 
     Example:
-        >>> from flower_dp.privacy.charges import Scope
-        >>> print(Scope(unit="client", relation="replace-one"))
+        >>> from flower_dp.privacy.charges import CostScope
+        >>> print(CostScope(unit="client", relation="replace-one"))
         for each client (replace-one)
     """
 
@@ -46,24 +46,24 @@ class Scope:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Charge:
-    """What one release of one round costs, and whom.
+    """The cost of one release of one round, and its owners.
 
     Attributes:
-        release: the name of the release on the wire: the method's, or that of private evaluations.
-        number: 1, 2, ...: how often this release is charged in its run, this time included.
-        server_round: 1, 2, ...
-        kind: what is charged, as text: the same in all charges of a release, or they can't belong to one run.
-        scope: what the events protect, and under which relation.
-        owners: who is charged: names of clients, or `EVERY_CLIENT` alone.
-        events: the different events that owners are charged with.
-        which: for each owner, the place of its event in `events`; may be left out if there is one event.
-        views: the events as other adversaries see them, by the adversary's name, in the order of `events`.
+        release: name of the release on the wire: the method's, or that of private evaluations.
+        number: number of charges of this release in its run, this one included: 1, 2, ...
+        server_round: number of the round: 1, 2, ...
+        fingerprint: text that identifies the charged release; all charges of a release in one run have the same.
+        scope: unit and neighboring relation that the events protect.
+        owners: names of the charged clients, or `ALL_CLIENTS` alone.
+        events: distinct events of the owners.
+        which: index into `events` for each owner; may be left out if there is one event.
+        views: events as other adversaries see them, by the adversary's name, in the order of `events`.
 
     Example:
         >>> from dp_accounting import GaussianDpEvent
-        >>> from flower_dp.privacy.charges import Charge, Scope
-        >>> words = {"release": "dp-pasgd", "number": 1, "server_round": 1, "kind": "by the clients' terms"}
-        >>> scope = Scope(unit="record", relation="replace-one")
+        >>> from flower_dp.privacy.charges import Charge, CostScope
+        >>> words = {"release": "dp-pasgd", "number": 1, "server_round": 1, "fingerprint": "by the clients' terms"}
+        >>> scope = CostScope(unit="record", relation="replace-one")
         >>> charge = Charge(owners=("a", "b"), events=(GaussianDpEvent(2.0),), scope=scope, **words)
         >>> charge.by_owner["b"]
         GaussianDpEvent(noise_multiplier=2.0)
@@ -72,48 +72,48 @@ class Charge:
     release: str
     number: int
     server_round: int
-    kind: str
-    scope: Scope
+    fingerprint: str
+    scope: CostScope
     owners: tuple[str, ...]
-    events: tuple[dp.DpEvent, ...]
+    events: tuple[dp_events.DpEvent, ...]
     which: tuple[int, ...] = ()
-    views: Mapping[str, tuple[dp.DpEvent, ...]] = field(default_factory=dict, hash=False)
+    views: Mapping[str, tuple[dp_events.DpEvent, ...]] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
         checks.integer("number", self.number, at_least=1, at_most=checks.MOST_COUNT)
         checks.integer("server_round", self.server_round, at_least=1, at_most=checks.MOST_COUNT)
         if not self.which and len(self.events) == 1:
             object.__setattr__(self, "which", (0,) * len(self.owners))
-        places = set(self.which)
-        if len(self.which) != len(self.owners) or (places and not 0 <= min(places) <= max(places) < len(self.events)):
-            raise ValueError(f"which: has {len(self.which)} places of events for {len(self.owners)} owners; must be one of each")
-        if len(set(self.owners)) < len(self.owners) or (EVERY_CLIENT in self.owners and len(self.owners) > 1):
-            raise ValueError(f"owners: charges nobody twice at once, and no client of the name {EVERY_CLIENT!r}")
+        indices = set(self.which)
+        if len(self.which) != len(self.owners) or (indices and not 0 <= min(indices) <= max(indices) < len(self.events)):
+            raise ValueError(f"which: has {len(self.which)} indices of events for {len(self.owners)} owners; must be one of each")
+        if len(set(self.owners)) < len(self.owners) or (ALL_CLIENTS in self.owners and len(self.owners) > 1):
+            raise ValueError(f"owners: must name nobody twice, and {ALL_CLIENTS!r} only alone")
         if self.scope.view or "" in self.views:  # else it would count for less, or not at all
-            raise ValueError(f"scope={self.scope!r}: `events` are the strongest adversary's; those of others are in `views`")
+            raise ValueError(f"scope={self.scope!r}: must have no view; `views` has the events of weaker adversaries")
         object.__setattr__(self, "events", tuple(map(frozen, self.events)))
         object.__setattr__(self, "views", {view: tuple(map(frozen, events)) for view, events in self.views.items()})
         if any(len(events) != len(self.events) for events in self.views.values()):
             raise ValueError("views: must have one event for each of `events`")
 
     @property
-    def by_owner(self) -> dict[str, dp.DpEvent]:
-        """The event that each owner is charged with."""
-        return {owner: self.events[place] for owner, place in zip(self.owners, self.which, strict=True)}
+    def by_owner(self) -> dict[str, dp_events.DpEvent]:
+        """Event of each owner."""
+        return {owner: self.events[index] for owner, index in zip(self.owners, self.which, strict=True)}
 
     @property
-    def by_scope(self) -> dict[Scope, tuple[dp.DpEvent, ...]]:
-        """The events as each adversary sees them."""
+    def by_scope(self) -> dict[CostScope, tuple[dp_events.DpEvent, ...]]:
+        """Events as each adversary sees them."""
         return {self.scope: self.events} | {replace(self.scope, view=view): events for view, events in self.views.items()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class History:
-    """How often one owner was charged with which event.
+    """The events that one owner was charged with, and their counts.
 
     Attributes:
-        relation: the neighboring relation of the events.
-        counts: how often, by the event.
+        relation: neighboring relation of the events.
+        counts: number of charges by event.
 
     Example:
         >>> from dp_accounting import GaussianDpEvent
@@ -126,54 +126,54 @@ class History:
     """
 
     relation: Relation
-    counts: Mapping[dp.DpEvent, int]
+    counts: Mapping[dp_events.DpEvent, int]
 
     @property
     def num_charges(self) -> int:
-        """How often, in all."""
+        """Number of charges of all events."""
         return sum(self.counts.values())
 
     @property
-    def event(self) -> dp.DpEvent:
-        """All that was charged, as one event."""
-        return dp.ComposedDpEvent([dp.SelfComposedDpEvent(event, count) for event, count in self._costing])
+    def event(self) -> dp_events.DpEvent:
+        """Composition of all charges, as one event."""
+        return dp_events.ComposedDpEvent([dp_events.SelfComposedDpEvent(event, count) for event, count in self._costing])
 
-    def cost(self, delta: float) -> Cost:
-        """Return the tight epsilon of all that was charged.
+    def cost(self, delta: float) -> PrivacyCost:
+        """Return an upper bound of epsilon for all that was charged.
 
         Raises:
-            ValueError: if an event can't be accounted.
+            ValueError: if no accountant bounds an event.
         """
         return accounting.epsilon(self.event, delta=delta, relation=self.relation)
 
     def lines(self) -> list[str]:
-        """Return the charged events in words, one a line, with their counts."""
+        """Return the charged events as text, one a line, with their counts."""
         return [f"{count} x {event}" for event, count in self._costing]
 
     @property
-    def _costing(self) -> list[tuple[dp.DpEvent, int]]:
-        return [(event, count) for event, count in self.counts.items() if count and not isinstance(event, dp.NoOpDpEvent)]
+    def _costing(self) -> list[tuple[dp_events.DpEvent, int]]:
+        return [(event, count) for event, count in self.counts.items() if count and not isinstance(event, dp_events.NoOpDpEvent)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Histories:
-    """How often each owner was charged with which event, in one scope. Owners who were charged alike share one history.
+    """The histories of all owners in one scope. Owners with equal charges share one history.
 
     Attributes:
-        events: all of them.
-        known: the histories; the first one is that of nobody.
-        of: the place of each owner's history in `known` [owners]; owner 0 is every client, whose history all others have besides.
+        events: distinct events of the scope.
+        known: distinct histories; the first one is empty.
+        of: index into `known` of each owner's history [owners]. Owner 0 is every client; its history counts for all others, too.
     """
 
-    events: tuple[dp.DpEvent, ...] = ()
+    events: tuple[dp_events.DpEvent, ...] = ()
     known: tuple[_Counts, ...] = ((),)
     of: np.ndarray = field(default_factory=lambda: np.zeros(1, np.int64))
 
-    def after(self, owners: np.ndarray, events: Sequence[dp.DpEvent], which: np.ndarray) -> _Histories:
-        """Return these with one more event of each of some owners."""
+    def after(self, owners: np.ndarray, events: Sequence[dp_events.DpEvent], which: np.ndarray) -> _Histories:
+        """Return these histories with one more event for each of some owners."""
         places = {event: place for place, event in enumerate(self.events)}
         numbers = np.asarray([places.setdefault(event, len(places)) for event in events], np.int64)
-        free = {place for event, place in places.items() if isinstance(event, dp.NoOpDpEvent)}
+        free = {place for event, place in places.items() if isinstance(event, dp_events.NoOpDpEvent)}
         of = np.zeros(max(len(self.of), int(owners.max(initial=0)) + 1), np.int64)
         of[: len(self.of)] = self.of
         known, index = list(self.known), {counts: place for place, counts in enumerate(self.known)}
@@ -184,39 +184,39 @@ class _Histories:
             counts = dict(known[history])
             if event not in free:
                 counts[event] = counts.get(event, 0) + 1
-            found = tuple(sorted(counts.items()))
-            if found not in index:
-                index[found] = len(known)
-                known.append(found)
-            after.append(index[found])
+            changed = tuple(sorted(counts.items()))
+            if changed not in index:
+                index[changed] = len(known)
+                known.append(changed)
+            after.append(index[changed])
         of[owners] = np.asarray(after, np.int64)[inverse.ravel()]
-        # Every client may have one of its own, and leaves it behind in every round: what nobody has is not kept for long.
+        # A round may leave the previous histories of all clients without an owner: drop those before they are the majority.
         used = np.unique(np.append(of, 0))
         if len(known) > 2 * len(used):
             known, of = [known[place] for place in used.tolist()], np.searchsorted(used, of)
         return _Histories(events=tuple(places), known=tuple(known), of=of)
 
-    def counts(self, history: int) -> dict[dp.DpEvent, int]:
-        """Return a history and every client's."""
-        found = dict(self.known[history])
+    def counts(self, history: int) -> dict[dp_events.DpEvent, int]:
+        """Return the counts of a history, together with those of all clients."""
+        totals = dict(self.known[history])
         for event, count in self.known[self.of[0]]:
-            found[event] = found.get(event, 0) + count
-        return {self.events[event]: count for event, count in found.items()}
+            totals[event] = totals.get(event, 0) + count
+        return {self.events[event]: count for event, count in totals.items()}
 
     def of_owner(self, owner: int | None) -> int:
-        """Return the history of an owner alone, not as one of all clients; that of nobody for an owner without any."""
+        """Return the index of an owner's own history, without that of all clients; 0, the empty one, if it has none."""
         return int(self.of[owner]) if owner and owner < len(self.of) else 0
 
     def numbers(self, owners: Sequence[int | None]) -> np.ndarray:
-        """Return how often each owner was charged, alone and as one of all clients."""
+        """Return the number of charges of each owner [owners], alone and as one of all clients."""
         known = np.asarray([sum(count for _, count in counts) for counts in self.known], np.int64)
-        places = np.fromiter((owner or 0 for owner in owners), np.int64, len(owners))
-        alone = np.where((places > 0) & (places < len(self.of)), self.of[np.minimum(places, len(self.of) - 1)], 0)
+        indices = np.fromiter((owner or 0 for owner in owners), np.int64, len(owners))
+        alone = np.where((indices > 0) & (indices < len(self.of)), self.of[np.minimum(indices, len(self.of) - 1)], 0)
         return np.asarray(known[alone] + known[self.of[0]])
 
     @property
     def distinct(self) -> tuple[int, ...]:
-        """The histories of all clients, also of one that was never charged alone."""
+        """Indices of the distinct histories of clients, also of one that was never charged alone."""
         return tuple(np.unique(np.append(self.of[1:], 0)).tolist())
 
 
@@ -225,141 +225,141 @@ _NOBODY = _Histories()
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Charges:
-    """All charges of one run, or of several runs; a value.
+    """The charges of one run or of several runs, as a value.
 
     Attributes:
-        last: the last charge of each release, by the run and the release.
+        last: last charge of each release, by run and release.
 
     Example:
         >>> from dp_accounting import GaussianDpEvent
-        >>> from flower_dp.privacy.charges import EVERY_CLIENT, Charge, Charges, Scope
-        >>> scope = Scope(unit="client", relation="add-or-remove-one")
-        >>> words = {"release": "dp-fedavg", "kind": "z = 2", "scope": scope}
+        >>> from flower_dp.privacy.charges import ALL_CLIENTS, Charge, Charges, CostScope
+        >>> scope = CostScope(unit="client", relation="add-or-remove-one")
+        >>> words = {"release": "dp-fedavg", "fingerprint": "z = 2", "scope": scope}
         >>> charges = Charges()
         >>> for number in (1, 2):
         ...     words |= {"number": number, "server_round": number}
-        ...     charges = charges.after(Charge(**words, owners=(EVERY_CLIENT,), events=(GaussianDpEvent(2.0),)))
-        >>> charges.numbers(), round(charges.worst(scope, 1e-5).epsilon, 2)
+        ...     charges = charges.after(Charge(**words, owners=(ALL_CLIENTS,), events=(GaussianDpEvent(2.0),)))
+        >>> charges.numbers(), round(charges.cost_of_most_charged(scope, 1e-5).epsilon, 2)
         ({'dp-fedavg': 2}, 2.94)
     """
 
     last: Mapping[tuple[str, str], Charge] = field(default_factory=dict)
-    # The number of each name: shared with those before and after, for a name keeps its number.
-    _owners: dict[str, int] = field(default_factory=lambda: {EVERY_CLIENT: 0})
-    # By scope and release; "" is of all releases together.
-    _histories: Mapping[tuple[Scope, str], _Histories] = field(default_factory=dict)
+    # Index of each name. Earlier and later values share it: a name keeps its index.
+    _owners: dict[str, int] = field(default_factory=lambda: {ALL_CLIENTS: 0})
+    # Histories by scope and release; "" stands for all releases together.
+    _histories: Mapping[tuple[CostScope, str], _Histories] = field(default_factory=dict)
 
     def after(self, charge: Charge, *, run: str = "", private: bool = True) -> Charges:
-        """Return these and one more.
+        """Return these charges and one more.
 
         Args:
-            charge: the next one of its release in its run.
-            run: the name of its run, if there are several.
+            charge: next charge of its release in its run.
+            run: name of its run, if there are several.
             private: whether its noise is drawn afresh; if not, it counts as a release without noise.
 
         Raises:
-            LedgerError: if it is not the next one of its release, or is of something else than the last one.
+            LedgerError: if it is not the next charge of its release, or has another fingerprint or scope than the previous one.
         """
         key = (run, charge.release)
         if (last := self.last.get(key)) is not None:
             so_far = f"of {charge.release} in this run"
             if charge.number != last.number + 1:
                 raise LedgerError(f"has {last.number} charges {so_far}: number {charge.number} is not the next")
-            if (charge.kind, charge.scope) != (last.kind, last.scope):
-                raise LedgerError(f"has charges {so_far} for something else: {last.kind}, {last.scope}")
+            if (charge.fingerprint, charge.scope) != (last.fingerprint, last.scope):
+                raise LedgerError(f"has charges {so_far} for something else: {last.fingerprint}, {last.scope}")
         owners = self._owners
-        who = np.fromiter((owners.setdefault(name, len(owners)) for name in charge.owners), np.int64, len(charge.owners))
+        indices = np.fromiter((owners.setdefault(name, len(owners)) for name in charge.owners), np.int64, len(charge.owners))
         which = np.asarray(charge.which, np.int64)
         histories = dict(self._histories)
         for scope, events in charge.by_scope.items():
-            counted = events if private else (dp.NonPrivateDpEvent(),) * len(events)
+            counted = events if private else (dp_events.NonPrivateDpEvent(),) * len(events)
             alone, together = self._of(scope, charge.release), self._of(scope)
-            histories[scope, charge.release] = alone.after(who, counted, which)
+            histories[scope, charge.release] = alone.after(indices, counted, which)
             same = alone is together  # as long as no other release was charged
-            histories[scope, ""] = histories[scope, charge.release] if same else together.after(who, counted, which)
+            histories[scope, ""] = histories[scope, charge.release] if same else together.after(indices, counted, which)
         return Charges(last={**self.last, key: charge}, _owners=owners, _histories=histories)
 
-    def _of(self, scope: Scope, release: str = "") -> _Histories:
+    def _of(self, scope: CostScope, release: str = "") -> _Histories:
         return self._histories.get((scope, release), _NOBODY)
 
     def number(self, release: str, run: str = "") -> int:
-        """Return how often a release of a run was charged."""
+        """Return the number of charges of a release of a run."""
         return self.last[run, release].number if (run, release) in self.last else 0
 
     def numbers(self, run: str = "") -> dict[str, int]:
-        """Return how often each release of a run was charged."""
+        """Return the number of charges of each release of a run."""
         return {release: charge.number for (of, release), charge in self.last.items() if of == run}
 
     @property
-    def scopes(self) -> tuple[Scope, ...]:
-        """What was charged for, if it costs anything, as the strongest adversary sees it."""
+    def scopes(self) -> tuple[CostScope, ...]:
+        """Scopes of all charges that cost anything, as the strongest adversary sees them."""
         return tuple(
             scope
-            for (scope, release), found in self._histories.items()
-            if not scope.view and not release and len(found.known) > 1
+            for (scope, release), histories in self._histories.items()
+            if not scope.view and not release and len(histories.known) > 1
         )
 
-    def runs(self, scope: Scope) -> set[str]:
+    def runs(self, scope: CostScope) -> set[str]:
         """Return the names of the runs that were charged in a scope."""
         return {run for (run, _), charge in self.last.items() if charge.scope == scope}
 
-    def owners(self, scope: Scope) -> list[str]:
-        """Return the names of all who were charged alone in a scope, and `EVERY_CLIENT` if all were charged."""
-        found = self._of(scope)
-        return [name for name, owner in self._owners.items() if owner < len(found.of) and found.of[owner]]
+    def owners(self, scope: CostScope) -> list[str]:
+        """Return the names of all who were charged alone in a scope, and `ALL_CLIENTS` if all were charged."""
+        histories = self._of(scope)
+        return [name for name, owner in self._owners.items() if owner < len(histories.of) and histories.of[owner]]
 
-    def history(self, scope: Scope, owner: str = EVERY_CLIENT, *, release: str = "") -> History:
+    def history(self, scope: CostScope, owner: str = ALL_CLIENTS, *, release: str = "") -> History:
         """Return all that an owner was charged with, alone and as one of all clients; for one release, or for all."""
-        found = self._of(scope, release)
-        return History(relation=scope.relation, counts=found.counts(found.of_owner(self._owners.get(owner))))
+        histories = self._of(scope, release)
+        return History(relation=scope.relation, counts=histories.counts(histories.of_owner(self._owners.get(owner))))
 
-    def counts(self, scope: Scope, release: str, owners: Sequence[str]) -> np.ndarray:
-        """Return how often each owner was charged for a release [owners], but for what costs nothing."""
+    def counts(self, scope: CostScope, release: str, owners: Sequence[str]) -> np.ndarray:
+        """Return the number of charges of each owner for a release [owners], without events that cost nothing."""
         return self._of(scope, release).numbers([self._owners.get(owner) for owner in owners])
 
-    def histories(self, scope: Scope) -> list[History]:
-        """Return the different histories of all clients; the first one is that of a client who was not charged alone."""
-        found = self._of(scope)
-        return [History(relation=scope.relation, counts=found.counts(history)) for history in found.distinct]
+    def histories(self, scope: CostScope) -> list[History]:
+        """Return the distinct histories of all clients; the first one is that of a client who was not charged alone."""
+        histories = self._of(scope)
+        return [History(relation=scope.relation, counts=histories.counts(history)) for history in histories.distinct]
 
-    def before(self, charge: Charge) -> list[tuple[History, dp.DpEvent]]:
-        """Return the different histories of a charge's owners, each with the event that it would add."""
-        if charge.owners == (EVERY_CLIENT,):
+    def before(self, charge: Charge) -> list[tuple[History, dp_events.DpEvent]]:
+        """Return the distinct histories of a charge's owners, each with the event that the charge would add."""
+        if charge.owners == (ALL_CLIENTS,):
             return [(history, charge.events[charge.which[0]]) for history in self.histories(charge.scope)]
-        found = self._of(charge.scope)
-        pairs = {(found.of_owner(self._owners.get(name)), place) for name, place in zip(charge.owners, charge.which, strict=True)}
+        known = self._of(charge.scope)
+        pairs = {(known.of_owner(self._owners.get(name)), index) for name, index in zip(charge.owners, charge.which, strict=True)}
         relation = charge.scope.relation
-        return [(History(relation=relation, counts=found.counts(one)), charge.events[place]) for one, place in pairs]
+        return [(History(relation=relation, counts=known.counts(number)), charge.events[index]) for number, index in pairs]
 
     def parts(self) -> dict[str, Any]:
-        """Return all of it as parts that can be stored."""
-        known = max((len(found.of) for found in self._histories.values()), default=1)
+        """Return all charges as parts that can be stored."""
+        known = max((len(histories.of) for histories in self._histories.values()), default=1)
         return {
             "last": tuple((*key, charge) for key, charge in self.last.items()),
             "owners": tuple(name for name, owner in self._owners.items() if owner < known),
-            "histories": tuple((*key, found) for key, found in self._histories.items()),
+            "histories": tuple((*key, histories) for key, histories in self._histories.items()),
         }
 
     @classmethod
     def of_parts(cls, parts: Mapping[str, Any]) -> Charges:
-        """Return what these are the parts of."""
+        """Return the charges of such parts."""
         return cls(
             last={(run, release): charge for run, release, charge in parts["last"]},
             _owners={name: owner for owner, name in enumerate(parts["owners"])},
-            _histories={(scope, release): found for scope, release, found in parts["histories"]},
+            _histories={(scope, release): histories for scope, release, histories in parts["histories"]},
         )
 
-    def worst(self, scope: Scope, delta: float) -> Cost:
+    def cost_of_most_charged(self, scope: CostScope, delta: float) -> PrivacyCost:
         """Return the largest cost of a client.
 
         Raises:
-            UnsupportedEventError: if nothing here accounts an event.
+            UnsupportedEventError: if no accountant here bounds an event.
         """
         return max((history.cost(delta) for history in self.histories(scope)), key=lambda cost: cost.epsilon)
 
 
 def _with_events(write: Callable[[Any], Any]) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
-    """Return how the events among the parts of a value are written, or read."""
+    """Return a function that writes, or reads, the events among the parts of a value."""
 
     def change(parts: Mapping[str, Any]) -> dict[str, Any]:
         views = {view: tuple(map(write, events)) for view, events in parts.get("views", {}).items()}
@@ -369,18 +369,18 @@ def _with_events(write: Callable[[Any], Any]) -> Callable[[Mapping[str, Any]], d
 
 
 _written, _read = _with_events(as_json), _with_events(of_json)
-stored_as(Scope)
-stored_as(Charge, lambda charge: _written(parts_of(charge)), lambda parts: Charge(**_read(parts)))
-stored_as(_Histories, lambda found: _written(parts_of(found)), lambda parts: _Histories(**_read(parts)))
-stored_as(Charges, Charges.parts, Charges.of_parts)
+register_serializable(CostScope)
+register_serializable(Charge, lambda charge: _written(parts_of(charge)), lambda parts: Charge(**_read(parts)))
+register_serializable(_Histories, lambda found: _written(parts_of(found)), lambda parts: _Histories(**_read(parts)))
+register_serializable(Charges, Charges.parts, Charges.of_parts)
 
 
-def frozen(event: dp.DpEvent) -> dp.DpEvent:
+def frozen(event: dp_events.DpEvent) -> dp_events.DpEvent:
     """Return the event with tuples instead of lists: lists can't be keys, and code that holds them could change the charge."""
-    if isinstance(event, dp.ComposedDpEvent):
-        return dp.ComposedDpEvent(tuple(map(frozen, event.events)))
-    if isinstance(event, dp.SelfComposedDpEvent):
-        return dp.SelfComposedDpEvent(frozen(event.event), event.count)
+    if isinstance(event, dp_events.ComposedDpEvent):
+        return dp_events.ComposedDpEvent(tuple(map(frozen, event.events)))
+    if isinstance(event, dp_events.SelfComposedDpEvent):
+        return dp_events.SelfComposedDpEvent(frozen(event.event), event.count)
     try:
         hash(event)
     except TypeError as error:

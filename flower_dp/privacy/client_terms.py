@@ -1,8 +1,8 @@
-"""Terms: what one client releases with each reply, and the largest number of replies that it will ever send.
+"""Terms: the release in each reply of one client, and the largest number of replies that it will ever send.
 
-For methods whose every message is private on its own. The server derives a client's terms from its own settings, and charges a
-ledger by them. The client derives its terms from its own budget, data size and number of replies, and uses no values of the
-server.
+For methods with local DP: the client adds the full noise to every message. The server derives a client's terms from its own
+settings, and charges a ledger by them. The client derives its terms from its own budget, data size and number of replies, and
+uses no values of the server.
 """
 
 from __future__ import annotations
@@ -13,28 +13,28 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from flower_dp.core import checks, dp
+from flower_dp.core import checks, dp_events
 from flower_dp.core.sampling import Sampler
 from flower_dp.privacy import accounting
 from flower_dp.privacy.events import Relation
 from flower_dp.privacy.mechanisms import Mechanism
 from flower_dp.privacy.release import Release
 
-# By how much the noise of terms may differ from that of the terms on which an account was opened. Noise that is calibrated anew
-# may be up to 1e-4 larger than before (`accounting.calibrate`); a difference far above that is another budget.
+# Largest relative difference from the noise of the terms that opened an account. Noise that is calibrated anew may be up to 1e-4
+# larger than before (`accounting.calibrate`); a difference far above that is another budget.
 _LESS_NOISE, _MORE_NOISE = 1e-9, 1e-3
 _NOISE = ", noise_multiplier="
 
-_SEEN_BY = "the server, and everyone who sees a client's messages or any model made from them"
+_SEEN_BY = "the server, and everyone who sees a client's messages or a model made from them"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Spent:
-    """Why a client can't be charged for another reply.
+class ChargeRefusal:
+    """The reason why a client can't be charged for another reply.
 
     Attributes:
-        public: for the server; without the client's own terms, which may tell how many records it has.
-        own: for the device's own log.
+        public: text for the server, without the client's own terms, which may reveal how many records it has.
+        own: text for the device's own log.
         repeated: whether the account has a reply of this number already.
     """
 
@@ -44,17 +44,17 @@ class Spent:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Terms:
-    """What one reply of a client releases, and how many replies there may ever be.
+class ClientTerms:
+    """The release in one reply of a client, and the largest number of replies.
 
     Attributes:
         release: one release.
-        num_replies: the most replies that the client will ever send.
-        num_releases: releases in one reply, for example one for each local step, each with its own noise.
-        num_records: the client's public data size, where a release draws from fewer records than it has, such as a batch of fixed
-            size; None: those that the release draws from.
-        epsilon: what all `num_replies` replies together cost at most, at the delta that their noise was made for; infinite where
-            nobody has proved a bound.
+        num_replies: largest number of replies that the client will ever send.
+        num_releases: number of releases in one reply, for example one for each local step, each with its own noise.
+        num_records: the client's public data size, if a release draws from fewer records than it has, such as a batch of fixed
+            size; None for the number that the release draws from.
+        epsilon: upper bound of the epsilon of all `num_replies` replies together, at the delta that their noise was made for;
+            infinite if no bound is proved.
     """
 
     release: Release
@@ -69,43 +69,43 @@ class Terms:
         budget(self.epsilon)
 
     @property
-    def event(self) -> dp.DpEvent:
-        """What one reply costs."""
-        one = self.release.event(1)
-        return one if self.num_releases == 1 else accounting.repeated(one, self.num_releases)
+    def event(self) -> dp_events.DpEvent:
+        """Event of one reply."""
+        event = self.release.event(1)
+        return event if self.num_releases == 1 else accounting.repeated(event, self.num_releases)
 
     @property
-    def kind(self) -> str:
-        """All but the noise multiplier, as one line; different terms have different lines."""
+    def fingerprint(self) -> str:
+        """Terms without the noise multiplier, as one line; different terms have different lines."""
         release = self.release
         each = "" if self.num_releases == 1 else f" of {self.num_releases} releases"
         noise = f"{type(release.mechanism).__name__}, clip_norm={float(release.clip_norm)!r}"
-        units = f"{release.unit}, {release.relation}, {release.sampler!r} of {release.num_clients}"
+        units = f"{release.unit}, {release.relation}, {release.sampler!r} of {release.num_units}"
         return f"{self.num_replies} replies{each}, {noise}, {units}"
 
     @property
     def text(self) -> str:
-        """The terms as one line; different terms have different lines."""
-        return f"{self.kind}{_NOISE}{float(self.release.mechanism.noise_multiplier)!r}"
+        """Terms as one line; different terms have different lines."""
+        return f"{self.fingerprint}{_NOISE}{float(self.release.mechanism.noise_multiplier)!r}"
 
-    def why_not(self, replies: int, opened: str | None) -> Spent | None:
-        """Return why a client that has been charged for so many replies can't be charged for another one; None if it can.
+    def refusal_reason(self, replies: int, opened: str | None) -> ChargeRefusal | None:
+        """Return the reason why a client can't be charged for another reply; None if it can.
 
-        The account goes on if all but the noise is as it was when it was opened, and the noise is not less: at most 1e-9 of it,
-        for the last digits of a calibration that another release of a library has made. Replies of both noises together then
-        cost at most what the terms allowed that opened the account. Nor may the noise be more than 1e-3 larger: that is another,
-        smaller budget, and replies with the noise of the larger one do not fit into it.
+        An account stays valid if only the noise differs from the terms that opened it. The noise may be less by at most 1e-9 of
+        it, for the last digits of a calibration with another release of a library. Replies of both noises together then cost at
+        most what the terms allowed that opened the account. Nor may the noise be more than 1e-3 larger: that is another, smaller
+        budget, and replies with the noise of the larger one do not fit into it.
 
         Args:
-            replies: the number of replies that it has been charged for.
-            opened: `text` of the terms on which its account was opened, which can't change; None if there is none yet.
+            replies: number of replies that the client was charged for.
+            opened: `text` of the terms that opened its account, which can't change; None if there is none yet.
         """
         if opened is not None and not self._goes_on(opened):
             public = "its account was opened on other terms"
-            return Spent(public=public, own=f"{public} ({opened}), not {self.text}; for new terms create a new ledger")
+            return ChargeRefusal(public=public, own=f"{public} ({opened}), not {self.text}; for new terms create a new ledger")
         if replies >= self.num_replies:
             public = f"its budget is spent: num_replies={self.num_replies}, all of them sent"
-            return Spent(public=public, own=public)
+            return ChargeRefusal(public=public, own=public)
         return None
 
     def _goes_on(self, opened: str) -> bool:
@@ -113,13 +113,13 @@ class Terms:
         now = float(self.release.mechanism.noise_multiplier)
         try:
             before = float(noise)
-        except ValueError:  # of a damaged account: it is refused, and no other client of the node with it
+        except ValueError:  # a damaged account refuses its own client alone, not the node's others
             return False
-        return kind == self.kind and before * (1 - _LESS_NOISE) <= now <= before * (1 + _MORE_NOISE)
+        return kind == self.fingerprint and before * (1 - _LESS_NOISE) <= now <= before * (1 + _MORE_NOISE)
 
 
 def num_replies_of(text: str) -> int:
-    """Return the most replies that terms allow, of the terms as one line, `Terms.text`.
+    """Return the largest number of replies that terms allow, from the terms as one line, `ClientTerms.text`.
 
     Raises:
         ValueError: if the line has no such number.
@@ -128,7 +128,7 @@ def num_replies_of(text: str) -> int:
 
 
 def value_of(field: str, value: Any, name: str) -> Any:
-    """Return one client's value: of a mapping by client name, or the one value for all.
+    """Return one client's value, from a mapping by client name or from one value for all.
 
     Raises:
         ValueError: if a mapping lacks the client.
@@ -141,10 +141,10 @@ def value_of(field: str, value: Any, name: str) -> Any:
 
 
 def per_client(field: str, value: Any, names: Sequence[str]) -> dict[str, Any]:
-    """Return every client's value: of a mapping by name, of a sequence in the order of the names, or the one value for all.
+    """Return every client's value, from a mapping by name, a sequence in the order of the names, or one value for all.
 
     Raises:
-        ValueError: if names or length don't fit.
+        ValueError: if the names or the length differ.
     """
     if isinstance(value, Mapping):
         if set(value) != set(names):
@@ -166,7 +166,7 @@ def values_in(value: Any) -> list[Any]:
 
 
 def budget(epsilon: float, field: str = "epsilon") -> float:
-    """Return a budget, infinite for no noise.
+    """Return a checked budget; infinity stands for no noise.
 
     Raises:
         ValueError: if it is not above 0.
@@ -175,18 +175,18 @@ def budget(epsilon: float, field: str = "epsilon") -> float:
 
 
 def own_release(what: str, mechanism: Mechanism, sampler: Sampler, *, clip_norm: float, num_units: int, **words: Any) -> Release:
-    """Return the release of a client whose every message is private on its own; of records, and under replace-one by default.
+    """Return the release of one client under local DP; by default the unit is a record, under replace-one.
 
     Args:
-        what: the quantity released, in words.
-        mechanism: its noise.
-        sampler: which of the client's units take part.
+        what: released quantity, as text.
+        mechanism: noise of the release.
+        sampler: rule that selects the client's units.
         clip_norm: bound on the norm of one unit's contribution.
-        num_units: how many the sampler draws from.
-        words: unit and relation, where they are others.
+        num_units: number of units the sampler draws from.
+        words: unit and relation, if they differ from the defaults.
     """
-    shared = {"seen_by": _SEEN_BY, "unit": "record", "relation": "replace-one", "mechanism": mechanism, "sampler": sampler}
-    return Release(**shared | words, what=what, clip_norm=clip_norm, num_clients=num_units)  # type: ignore[arg-type]
+    shared = {"visible_to": _SEEN_BY, "unit": "record", "relation": "replace-one", "mechanism": mechanism, "sampler": sampler}
+    return Release(**shared | words, description=what, clip_norm=clip_norm, num_units=num_units)  # type: ignore[arg-type]
 
 
 @lru_cache(maxsize=1024)
@@ -196,12 +196,12 @@ def least_gaussian_multiplier(
     """Return the least noise multiplier of Gaussian releases that numerical composition proves enough; 0 for an infinite budget.
 
     Args:
-        sampler: which units are in a release.
+        sampler: rule that selects the units of a release.
         epsilon: budget of all releases together.
         delta: in (0, 1).
-        num_releases: how many there are.
-        relation: neighbouring relation.
-        num_units: how many the sampler draws from, where that matters to the cost of a release.
+        num_releases: number of releases.
+        relation: neighboring relation.
+        num_units: number of units the sampler draws from, if it affects the cost of a release.
 
     Raises:
         ValueError: if no noise meets the budget.
@@ -209,7 +209,7 @@ def least_gaussian_multiplier(
     if math.isinf(epsilon):
         return 0.0
 
-    def event(multiplier: float) -> dp.DpEvent:
-        return accounting.repeated(sampler.event(dp.GaussianDpEvent(multiplier), 1, num_units), num_releases)
+    def event(multiplier: float) -> dp_events.DpEvent:
+        return accounting.repeated(sampler.event(dp_events.GaussianDpEvent(multiplier), 1, num_units), num_releases)
 
     return accounting.calibrate(event, epsilon=epsilon, delta=delta, relation=relation)

@@ -1,7 +1,7 @@
 """A client's account in a file on its device: the number of replies that it was charged for, over all runs and crashes.
 
-It is a ledger as a server has one (`flower_dp.privacy.store`), of the device's own clients. With a charge the server's own number
-of the reply is kept: a server that goes on from an older copy of its ledger repeats one, and is refused.
+The file is a ledger like a server's (`flower_dp.privacy.store`), for the device's own clients. Each charge stores the server's
+own number of the reply: a server that resumes from an older copy of its ledger repeats a number, and is refused.
 """
 
 import os
@@ -10,9 +10,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
 
-from flower_dp.core import dp
-from flower_dp.privacy.charges import Charge, History, Scope
-from flower_dp.privacy.client_terms import Spent, Terms, num_replies_of
+from flower_dp.core import dp_events
+from flower_dp.privacy.charges import Charge, CostScope, History
+from flower_dp.privacy.client_terms import ChargeRefusal, ClientTerms, num_replies_of
 from flower_dp.privacy.events import Relation
 from flower_dp.privacy.ledger_tables import naming
 from flower_dp.privacy.private_file import LedgerError
@@ -20,90 +20,92 @@ from flower_dp.privacy.store import Store
 
 _TRAINING, _EVALUATION = "training", "evaluation"
 _SUFFIX = f", {_EVALUATION}"
-# For which a reply waits for other processes of its device.
+# Seconds that a reply waits for other processes of its device.
 _LOCK_SECONDS = 10.0
 
 
 def evaluation_account(name: str) -> str:
-    """Return the name of the account of a client's evaluations, beside that of its replies in training."""
+    """Return the name of a client's account for evaluations, which is separate from that for training."""
     return name + _SUFFIX
 
 
 def owner_of(account: str) -> str:
-    """Return the client whose account this is."""
+    """Return the name of an account's client."""
     return account.removesuffix(_SUFFIX)
 
 
-class Numbered(NamedTuple):
-    """Which reply of a client it is by the server's count: the id of the run, and 1, 2, ... in it."""
+class ReplyNumber(NamedTuple):
+    """The number of a client's reply by the server's count: the id of the run, and 1, 2, ... in it."""
 
     run: str
     number: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Entry:
+class ClientAccount:
     """One client's account.
 
     Attributes:
         replies: number of replies that the client was charged for.
-        terms: the terms with which it was opened, as one line; None before the first reply. They can't change.
-        relation: the neighboring relation of the terms.
-        counts: how often it was charged with which event.
-        runs: the largest number of a reply by the server's count, by the run's id.
+        terms: terms that opened the account, as one line; None before the first reply. They can't change.
+        relation: neighboring relation of the terms.
+        counts: number of charges by event.
+        runs: largest number of a reply by the server's count, by the run's id.
     """
 
     replies: int = 0
     terms: str | None = None
     relation: Relation = "add-or-remove-one"
-    counts: Mapping[dp.DpEvent, int] = field(default_factory=dict)
+    counts: Mapping[dp_events.DpEvent, int] = field(default_factory=dict)
     runs: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def num_replies(self) -> int:
-        """The most replies that the terms allow; 0 without terms."""
+        """Largest number of replies that the terms allow; 0 without terms."""
         return 0 if self.terms is None else num_replies_of(self.terms)
 
     @property
     def spent(self) -> History:
-        """All that was charged."""
+        """History of all charges."""
         return History(relation=self.relation, counts=self.counts)
 
-    def why_repeated(self, asked: Numbered) -> Spent | None:
-        """Return why this is no new reply by the server's own count; None if it is one.
+    def repeat_reason(self, asked: ReplyNumber) -> ChargeRefusal | None:
+        """Return the reason why a reply is not new by the server's own count; None if it is new.
 
-        A round that was charged and never arrived makes the next number larger, and never smaller.
+        A round that was charged and never arrived makes the next number larger, never smaller.
         """
         if asked.number > self.runs.get(asked.run, 0):
             return None
-        what = "the server's ledger is an older copy, or the message came twice"
-        reason = f"reply {asked.number} of run {asked.run} was charged before; {what}"
-        return Spent(public=reason, own=f"{reason}; the last one was {self.runs[asked.run]}", repeated=True)
+        cause = "the server's ledger is an older copy, or the message came twice"
+        reason = f"reply {asked.number} of run {asked.run} was charged before; {cause}"
+        return ChargeRefusal(public=reason, own=f"{reason}; the last one was {self.runs[asked.run]}", repeated=True)
 
-    def after(self, run: str, charge: Charge, event: dp.DpEvent) -> "Entry":
+    def after(self, run: str, charge: Charge, event: dp_events.DpEvent) -> "ClientAccount":
         """Return the account with one more charge.
 
         Raises:
-            LedgerError: if it does not follow the last one.
+            LedgerError: if it does not follow the previous charge.
         """
         if charge.number != self.replies + 1:
             raise LedgerError(f"is damaged: reply {self.replies + 1} of {charge.release} is missing")
-        if self.why_repeated(Numbered(run=run, number=charge.server_round)):
+        if self.repeat_reason(ReplyNumber(run=run, number=charge.server_round)):
             raise LedgerError(f"is damaged: reply {charge.number} of {charge.release} repeats a number of the server")
-        if self.terms not in (None, charge.kind):
+        if self.terms not in (None, charge.fingerprint):
             raise LedgerError(f"is damaged: reply {charge.number} of {charge.release} has other terms")
         counts, runs = {**self.counts, event: self.counts.get(event, 0) + 1}, {**self.runs, run: charge.server_round}
-        return Entry(replies=charge.number, terms=charge.kind, relation=charge.scope.relation, counts=counts, runs=runs)
+        return ClientAccount(
+            replies=charge.number, terms=charge.fingerprint, relation=charge.scope.relation, counts=counts, runs=runs
+        )
 
 
 class DeviceLedger:
     """The accounts of a device's clients in one file, which the device's owner creates.
 
-    It is an error, and never a new account, if the file is missing, unreadable, damaged, an older copy, locked by another process
-    for 10 seconds, owned by another user, open to others, or without an account of a client that is asked.
+    It is an error, and never a new account, if the file is missing, unreadable, damaged or an older copy. The same holds if
+    another process locks it for 10 seconds, another user owns it, others can open it, or a requested client has no account in it.
 
     Args:
-        path: of the file. Its folder must be writable by this user alone: others could restore an older copy.
+        path: path of the file. Its folder must be writable by this user alone: others could restore an older copy.
 
     Example:
         >>> import tempfile
@@ -124,16 +126,18 @@ class DeviceLedger:
 
         Raises:
             LedgerError: if the file exists, or can't be written.
-            ValueError: if there is no name, an empty one, one twice, or one of an account of evaluations.
+            ValueError: if there is no name, an empty one, one twice, or the name of a client's account for evaluations.
         """
         listed = list(names)
         if not listed or not all(isinstance(name, str) and name.strip() for name in listed) or len(set(listed)) != len(listed):
             raise ValueError(f"names={listed}: must be names of clients, at least one, none of them empty or twice")
+        if of_evaluation := [name for name in listed if owner_of(name) != name]:  # its charges would count for another client
+            raise ValueError(f"names={of_evaluation[0]!r}: must not end with {_SUFFIX!r}, as accounts for evaluations do")
         Store.create(path, clients=listed)
         return cls(path)
 
-    def read(self) -> dict[str, Entry]:
-        """Return every client's account, without a lock; that of its evaluations if there were any.
+    def read(self) -> dict[str, ClientAccount]:
+        """Return every client's account, and that of its evaluations if there were any. It takes no lock.
 
         Raises:
             LedgerError: if the file is missing, unreadable or damaged.
@@ -142,27 +146,27 @@ class DeviceLedger:
             return _entries(store)
 
     def charge(
-        self, asked: Mapping[str, Terms], numbered: Mapping[str, Numbered], *, at_least: Mapping[str, int] | None = None
-    ) -> tuple[dict[str, Spent], dict[str, int]]:
-        """Charge one reply to each account that can pay it, on the disk when this returns.
+        self, asked: Mapping[str, ClientTerms], numbered: Mapping[str, ReplyNumber], *, at_least: Mapping[str, int] | None = None
+    ) -> tuple[dict[str, ChargeRefusal], dict[str, int]]:
+        """Charge one reply to each account whose terms allow it. The charges are on the disk when this returns.
 
-        To be called before anything is computed from the clients' records.
+        Call it before anything is computed from the clients' records.
 
         Args:
-            asked: the terms of the accounts that are asked.
-            numbered: which reply of each account it is by the server's count. One that is not larger than the last one is refused
-                and not charged; the larger one is written with the charge.
+            asked: terms by requested account.
+            numbered: number of each account's reply by the server's count. A number that is not larger than the last one is
+                refused and not charged; a larger one is stored with the charge.
             at_least: number of replies that accounts are known to have been charged for; a file with fewer is an older copy.
 
         Returns:
-            Why some accounts can't be charged, and for each of the others the number of its replies, including this one.
+            The refusals of accounts that can't be charged, and for each other account its number of replies, this one included.
 
         Raises:
             LedgerError: if the file can't be used; no client may reply then.
         """
-        refused: dict[str, Spent] = {}
+        refused: dict[str, ChargeRefusal] = {}
         counts: dict[str, int] = {}
-        # By run: accounts that are charged alike share one charge.
+        # Charges by run; accounts with equal charges share one.
         alike: dict[str, dict[Charge, list[str]]] = {}
         with Store(self.path, seconds=_LOCK_SECONDS) as store:
             entries = _entries(store)
@@ -177,7 +181,7 @@ class DeviceLedger:
                         raise LedgerError(f"counts {replies} replies of client {account!r}: {older}")
             for account, terms in asked.items():
                 entry, of = entries.get(account, _EMPTY), numbered[account]
-                if reason := entry.why_repeated(of) or terms.why_not(entry.replies, entry.terms):
+                if reason := entry.repeat_reason(of) or terms.refusal_reason(entry.replies, entry.terms):
                     refused[account] = reason
                     continue
                 counts[account] = entry.replies + 1
@@ -186,39 +190,39 @@ class DeviceLedger:
             for run, charges in alike.items():
                 if run not in store.runs:
                     store.begin(run)
-                store.append(run, *(replace(one, owners=tuple(owners), which=()) for one, owners in charges.items()))
+                store.append(run, *(replace(shared, owners=tuple(owners), which=()) for shared, owners in charges.items()))
         return refused, counts
 
 
-_EMPTY = Entry()
+_EMPTY = ClientAccount()
 
 
-def _charge(account: str, terms: Terms, entry: Entry, number: int) -> Charge:
+def _charge(account: str, terms: ClientTerms, entry: ClientAccount, number: int) -> Charge:
     """Return the charge of one more reply, without its owner.
 
-    It has the terms with which the account was opened, so that many small differences never add up to a large one, and the event
-    of its own noise.
+    The charge has the terms that opened the account, so that many small differences never add up to a large one, and the event of
+    its own noise.
     """
     return Charge(
         release=_TRAINING if owner_of(account) == account else _EVALUATION,
         number=entry.replies + 1,
         server_round=number,
-        kind=entry.terms or terms.text,
-        scope=Scope(unit=terms.release.unit, relation=terms.release.relation),
+        fingerprint=entry.terms or terms.text,
+        scope=CostScope(unit=terms.release.unit, relation=terms.release.relation),
         owners=(),
         events=(terms.event,),
     )
 
 
-def _entries(store: Store) -> dict[str, Entry]:
+def _entries(store: Store) -> dict[str, ClientAccount]:
     """Return every account in a file.
 
     Raises:
-        LedgerError: if it is a server's ledger, or a reply is missing.
+        LedgerError: if the file is a server's ledger, or a reply is missing.
     """
     with naming(store.path):
         if not store.clients:
-            raise LedgerError("is a server's ledger, and no device's")
+            raise LedgerError("is a server's ledger, not a device's")
         entries = dict.fromkeys(store.clients, _EMPTY)
         for run, charge in store.each:
             for owner, event in charge.by_owner.items():

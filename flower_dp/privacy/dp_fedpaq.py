@@ -1,8 +1,8 @@
 """DP-FedPAQ's noise: how far one record moves a client's update, the terms of one client, and the paper's formula.
 
-The unit of privacy is one record; every message is private on its own. In round k a client draws E b of its n records without
-replacement, splits them into E mini-batches, and takes E steps of size eta_k along means of clipped gradients:
-x_E - x_k = -(eta_k / b) u, where u is the sum of the E b clipped gradients. Noise is added to u, so neither the step
+The unit of privacy is one record, under local DP: the client adds the full noise to every message. In round k a client draws E b
+of its n records without replacement and splits them into E mini-batches. It takes E steps of size eta_k along means of clipped
+gradients: x_E - x_k = -(eta_k / b) u, where u is the sum of the E b clipped gradients. Noise is added to u, so neither the step
 size nor its decay changes a guarantee: sensitivity and noise of the update follow eta_k together.
 """
 
@@ -12,14 +12,14 @@ from functools import lru_cache
 
 from flower_dp.core import checks, noise
 from flower_dp.core.sampling import FixedSizeSampling
-from flower_dp.privacy.client_terms import Terms, budget, least_gaussian_multiplier, own_release
+from flower_dp.privacy.client_terms import ClientTerms, budget, least_gaussian_multiplier, own_release
 from flower_dp.privacy.mechanisms import Gaussian
 
-# How the sensitivity of an update is proved, under replace-one.
+# Proofs of an update's sensitivity, under replace-one.
 SENSITIVITIES = ("clip-update", "per-step", "convex-glm")
-# What the noise is made for.
+# Formulas for the noise.
 CALIBRATIONS = ("exact", "paper")
-# Where nothing bounds the whole sum (`convex-glm`), rounding adds to half of the distance of two neighbours' sums, in clip norms:
+# If nothing bounds the whole sum (`convex-glm`), rounding adds to half of the distance of two neighbors' sums, in clip norms:
 # to the lattice, which is that much finer, at most 2^-21, and float64 steps at most _STEPS (`longest_weights`), 2^-18 in all; to
 # float32 2^-24 a record, and float64 sums of n records n 2^-52 a record.
 _ROUNDING = 2.0**-18
@@ -29,7 +29,7 @@ _FINER = 2.0**-12
 _FLOAT64 = 2.0**-52
 # Numbers beyond it could leave float64's range in a step.
 _MODERATE = 2.0**200
-# How many clients may find their budget spent before the run ends, where nobody says how often they reply.
+# Part of the clients whose budget may be spent before the run ends, if their number of replies is not given.
 _SPENT_EARLY = 0.01
 # Beyond this base epsilon 2 gamma epsilon is no bound of the amplified one (the paper's eq. 16).
 _LARGEST_AMPLIFIED = 1.256
@@ -37,26 +37,26 @@ _LARGEST_AMPLIFIED = 1.256
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FedPAQSteps:
-    """What a client does between two messages: public numbers that both sides know.
+    """The local steps of a client in one round, as public numbers that both sides know.
 
     Attributes:
         learning_rate: step size of round 1 (paper: eta_0).
         num_local_steps: steps a round, each on its own mini-batch (paper: E).
         batch_size: records of a mini-batch (paper: b).
         clip_norm: L2 bound on the gradient of one record (paper: C).
-        sensitivity: how it is proved how far one record moves an update, replaced by another one:
+        sensitivity: proof of how far an update moves if one record is replaced by another:
             `clip-update`: the whole update is clipped to `update_clip_norm` (S): 2 S, for any model;
-            `per-step`: 2 eta C (E - 1 + 1 / b), for any model: the record is in one mini-batch alone, and moves the mean of that
-            by 2 C / b; every later step is at most eta C long, whichever way it goes (2 E eta C in all, or less);
+            `per-step`: 2 eta C (E - 1 + 1 / b), for any model: the record is in one mini-batch alone, and moves its mean by
+            2 C / b; every later step is at most eta C long, whatever its direction (2 E eta C in all, or less);
             `convex-glm`: 2 eta C / b, for a linear model with one score a record, a convex loss and eta <= 2 / smoothness:
             such steps bring no two models further apart, and the record is in one of them alone.
-        update_clip_norm: S, the L2 bound of the whole update in round 1, for `clip-update` only; it shrinks as the step size.
-        smoothness: for `convex-glm` only: of the loss of one record in the weights; features are scaled down so that it holds.
+        update_clip_norm: L2 bound S of the whole update in round 1, for `clip-update` only; it shrinks as the step size does.
+        smoothness: smoothness of a record's loss in the weights, for `convex-glm` only; features are scaled down to keep it.
         decay_iterations: local steps after which the step size is half as large: eta_k = eta_0 / (1 + k E / decay_iterations),
             k = 0, 1, ... (paper: 100); None for a constant one.
 
     Raises:
-        ValueError: for a value that makes no sense, naming field and value.
+        ValueError: for a value out of range, naming field and value.
 
     Example:
         >>> from flower_dp.privacy.dp_fedpaq import FedPAQSteps
@@ -117,21 +117,22 @@ class FedPAQSteps:
         return self.clip_norm * (1 + _ROUNDING + self.num_records * _ROUNDING_A_RECORD)
 
     def longest_weights(self, step_size: float, *, columns: int) -> float:
-        """Return how long weights may be, at the start and at every step of a round, for `convex-glm` to hold in float64.
+        """Return the largest norm of weights, at the start and every step of a round, with which `convex-glm` holds in float64.
 
         The proof is about real numbers, and the server chooses where steps begin. With weights of norm up to Y, a step of eta
         along a sum of b gradients is computed with two errors. The gradients' is at most
-        a = b (m L Y + 16 sqrt(L)) 2^-52, for a score computed with m additions in a row (`block_of`) and a slope of
+        a = b (m L Y + 16 sqrt(L)) 2^-52; each score takes m additions in a row (`block_of`), and its slope has
         smoothness L. That of the subtraction, r, is at most 2^-52 Y, and those of all E steps together at most (E + 4) 2^-52 Y.
-        Steps without errors bring no two models further apart (a record's features exceed their bound by less than
-        2^-52 (2 n + 16) of it for n columns, the distance grows by no more), so errors add up: the sums of gradients of two
-        neighbours, which are b / eta times how far their models have moved, are apart by at most
-        2 C + 2 [C (5 n + 32) E 2^-52 + E a + 2 (b / eta) sum of r]. The bracket is at most 2^-19 C, which the sensitivity
-        contains, for every Y up to the result. It is 0, or less, if there is no such Y.
+
+        Steps without errors bring no two models further apart. (For n columns a record's features exceed their bound by less than
+        2^-52 (2 n + 16) of it; the distance grows by no more.) So errors add up. The sum of a neighbor's gradients is b / eta
+        times how far its model has moved. The sums of two neighbors are apart by at most:
+        2 C + 2 [C (5 n + 32) E 2^-52 + E a + 2 (b / eta) sum of r]. For every Y up to the result the bracket is at most 2^-19 C,
+        which the sensitivity contains. The result is 0, or less, if there is no such Y.
 
         Args:
-            step_size: of the round, whose number comes from the server.
-            columns: features, and one more for a bias.
+            step_size: step size of the round, whose number comes from the server.
+            columns: number of features, and one more for a bias.
         """
         smoothness = self.smoothness or 0.0
         if not all(1 / _MODERATE < number < _MODERATE for number in (step_size, smoothness, self.clip_norm)):
@@ -154,7 +155,7 @@ class FedPAQSteps:
         return noise.lattice_step(noise_scale, clip_norm=finer * self.clip_norm, dimension=dimension)
 
     def update_factor(self, server_round: int) -> float:
-        """Return what u is multiplied with to be an update."""
+        """Return the factor that turns u into an update."""
         return -self.step_size(server_round) / self.batch_size
 
     def update_sensitivity(self, server_round: int) -> float:
@@ -163,13 +164,13 @@ class FedPAQSteps:
 
     @property
     def proof(self) -> str:
-        """How the sensitivity is proved, in words."""
+        """Proof of the sensitivity, as text."""
         bounds = {
             "clip-update": "the whole update is clipped: 2 S, any model",
             "per-step": "one step differs by 2 eta C / b, and E - 1 later ones by 2 eta C each at most, any model",
             "convex-glm": "steps on convex losses of a linear model with one score bring models no further apart: 2 eta C / b",
         }
-        return f"sensitivity of an update by {self.sensitivity!r} ({bounds[self.sensitivity]})"
+        return f"The sensitivity of an update is proved by {self.sensitivity!r}: {bounds[self.sensitivity]}."
 
 
 def block_of(columns: int) -> int:
@@ -180,24 +181,24 @@ def block_of(columns: int) -> int:
 @lru_cache(maxsize=4096)
 def update_terms(
     *, steps: FedPAQSteps, epsilon: float, delta: float, num_replies: int, num_records: int, calibration: str = "exact"
-) -> Terms:
-    """Return the terms of DP-FedPAQ: each reply is the noised update of E local steps, quantised after that.
+) -> ClientTerms:
+    """Return the terms of DP-FedPAQ: each reply is the noised update of E local steps, quantized after that.
 
     All `num_replies` replies together are (epsilon, delta)-differentially private for each record, under replace-one. Every reply
-    takes its own E b of the client's records at random, which nobody else knows: amplified by sampling without
-    replacement (`flower_dp.privacy.fixed_size`), with a sensitivity of twice the norm.
+    takes its own E b of the client's records at random, which nobody else knows. The accounting claims amplification by sampling
+    without replacement (`flower_dp.privacy.fixed_size`), with a sensitivity of twice the norm.
 
-    With `calibration="paper"` that does not hold: epsilon and delta are the paper's, of one reply, and the noise is that of its
-    eq. 17, which composes nothing and is not proved for most values (`violated_conditions`). What the replies cost follows from
-    the noise, in ledgers and statements alike, and may be many times epsilon.
+    With `calibration="paper"` that does not hold: epsilon and delta are the paper's, of one reply. The noise is that of its
+    eq. 17, which composes nothing and is not proved for most values (`violated_conditions`). In ledgers and statements alike, the
+    cost of the replies follows from the noise, and may be many times epsilon.
 
     The release is u, the sum of E b clipped gradients: `noise_scale` x eta_k / b is the noise on the update.
 
     Args:
-        steps: what the client does.
+        steps: local steps of a round.
         epsilon: budget of all replies, > 0; math.inf means no noise, and no privacy.
         delta: in (0, 1).
-        num_replies: the most replies that the client will send.
+        num_replies: largest number of replies that the client will send.
         num_records: the client's public data size.
         calibration: `exact`: the least noise that numerical composition proves enough for all replies; `paper`: eq. 17's, where
             epsilon and delta are of one reply.
@@ -226,17 +227,17 @@ def update_terms(
         multiplier = least_gaussian_multiplier(
             sampler, epsilon=budget(epsilon), delta=delta, num_releases=replies, relation="replace-one", num_units=size
         )
-    what, mechanism = "the noised update of some local steps, in every reply", Gaussian(noise_multiplier=multiplier)
-    release = own_release(what, mechanism, sampler, clip_norm=steps.sum_norm, num_units=size)
+    description, mechanism = "the noised update of some local steps, in every reply", Gaussian(noise_multiplier=multiplier)
+    release = own_release(description, mechanism, sampler, clip_norm=steps.sum_norm, num_units=size)
     # Eq. 17 bounds one reply, if that: nobody has proved that all replies cost no more than this epsilon.
-    return Terms(release=release, num_replies=replies, epsilon=epsilon if calibration == "exact" else math.inf)
+    return ClientTerms(release=release, num_replies=replies, epsilon=epsilon if calibration == "exact" else math.inf)
 
 
 def expected_replies(num_rounds: int, cohort_size: int, num_clients: int, *, at_random: bool) -> int:
-    """Return how many replies a client's budget should pay for in a run.
+    """Return the number of replies that a client's budget should cover in a run.
 
-    In turn (round robin, or all clients) nobody replies more than ceil(M K / N) times. At random it is a number of replies that a
-    client exceeds with a probability of at most 1 %; who would is not asked any more then.
+    In a fixed order (round robin, or all clients) no client replies more than ceil(M K / N) times. At random, a client would
+    exceed the result with a probability of at most 1 %; the server then requests no more replies from it.
     """
     mean = num_rounds * cohort_size / num_clients
     if not at_random or cohort_size == num_clients:
@@ -250,9 +251,9 @@ def paper_noise_ratio(*, epsilon: float, sampled_part: float, delta: float) -> f
     """Return sigma / Delta of one round by eq. 17: 2 gamma sqrt(2 ln(1.25 gamma / delta)) / epsilon; 0 for an infinite epsilon.
 
     Args:
-        epsilon: of the round.
+        epsilon: epsilon of the round.
         sampled_part: gamma = E b / n.
-        delta: of the round.
+        delta: delta of the round.
 
     Raises:
         ValueError: if 1.25 gamma <= delta: the formula has no value then; or for a value out of range.
@@ -264,10 +265,10 @@ def paper_epsilon(*, noise_std: float, sensitivity: float, sampled_part: float, 
     """Return the paper's epsilon of one round: 2 gamma Delta sqrt(2 ln(1.25 gamma / delta)) / sigma (eq. 17).
 
     Args:
-        noise_std: sigma, on the update.
-        sensitivity: Delta, of the update.
+        noise_std: std sigma of the noise on the update.
+        sensitivity: sensitivity Delta of the update.
         sampled_part: gamma = E b / n.
-        delta: of the round.
+        delta: delta of the round.
 
     Raises:
         ValueError: if 1.25 gamma <= delta: the formula has no value then; or for a value out of range.
@@ -282,7 +283,7 @@ def _paper_factor(sampled_part: float, delta: float) -> float:
 
 
 def violated_conditions(epsilon: float, sampled_part: float) -> list[str]:
-    """Return what speaks against the paper's epsilon of one round: limits of the two formulas that it joins."""
+    """Return the violated conditions of the paper's epsilon of one round: limits of the two formulas that it joins."""
     base = epsilon / (2 * sampled_part)
     faults = []
     if base > _LARGEST_AMPLIFIED:

@@ -1,6 +1,6 @@
 """DP-PASGD's noise (Hu et al.): the paper's formulas for the noise of every local step, exact composition, a client's terms.
 
-The unit of privacy is one record, replaced by another; every message is private on its own.
+The unit of privacy is one record, replaced by another, under local DP: the client adds the full noise to every message.
 """
 
 from __future__ import annotations
@@ -8,10 +8,10 @@ from __future__ import annotations
 import math
 from functools import lru_cache
 
-from flower_dp.core import checks, dp
+from flower_dp.core import checks, dp_events
 from flower_dp.core.sampling import FullSampling, PoissonSampling
 from flower_dp.privacy import accounting
-from flower_dp.privacy.client_terms import Terms, budget, least_gaussian_multiplier, own_release
+from flower_dp.privacy.client_terms import ClientTerms, budget, least_gaussian_multiplier, own_release
 from flower_dp.privacy.mechanisms import Gaussian
 
 BATCH_SAMPLINGS = ("fixed-size", "poisson")
@@ -74,12 +74,12 @@ def tight_epsilon(*, noise_std: float, delta: float, num_steps: int, clip_norm: 
     """Return the epsilon of K steps by exact composition of their Gaussian releases, under replace-one.
 
     Each step releases a mean over X_m records of gradients clipped to G, with noise sigma_m: noise multiplier sigma_m X_m / G of
-    the sum, whose sensitivity is 2 G. Which records a batch holds is taken as known: sampling is not counted.
+    the sum, whose sensitivity is 2 G. The records of a batch are taken as known: no amplification by sampling is claimed.
 
     Raises:
         ValueError: naming the argument that is out of range.
     """
-    event = accounting.repeated(dp.GaussianDpEvent(noise_std * batch_size / clip_norm), num_steps)
+    event = accounting.repeated(dp_events.GaussianDpEvent(noise_std * batch_size / clip_norm), num_steps)
     return accounting.epsilon(event, delta=delta, relation="replace-one").epsilon
 
 
@@ -95,19 +95,19 @@ def step_terms(
     num_records: int,
     batch_sampling: str = "fixed-size",
     calibration: str = "exact",
-) -> Terms:
+) -> ClientTerms:
     """Return the terms of one device: a reply is made of `num_local_steps` noised sums of clipped gradients.
 
     All `num_steps` (K) steps together are (epsilon, delta)-differentially private for each record, replaced by another. A step
-    releases the *sum* over its batch; divided by `expected_cohort`, the batch size, it is the mean of the paper.
+    releases the *sum* over its batch; divided by `expected_cohort_size`, the batch size, it is the mean of the paper.
 
     Args:
         epsilon: budget of all steps, > 0; math.inf means no noise, and no privacy.
         delta: in (0, 1).
-        num_steps: steps that the noise is made for, a multiple of `num_local_steps`.
-        num_local_steps: steps in a reply (tau).
+        num_steps: number of steps that the noise is made for, a multiple of `num_local_steps`.
+        num_local_steps: number of steps in a reply (tau).
         clip_norm: L2 bound on the gradient of one record (G).
-        batch_size: records in a batch (X_m), under Poisson sampling in expectation.
+        batch_size: number of records in a batch (X_m), under Poisson sampling in expectation.
         num_records: the device's public data size, at least `batch_size`.
         batch_sampling: `fixed-size`: accounted as if the replaced record were in every batch, as in the paper; `poisson`: every
             record independently with probability batch_size / num_records, secretly, accounted with its amplification.
@@ -132,18 +132,18 @@ def step_terms(
     if calibration == "zcdp":
         if batch_sampling == "poisson":
             raise ValueError("calibration='zcdp': must be 'exact' with batch_sampling='poisson'; eq. 9 has no amplification")
-        # Of a sum (over a batch of one record) clipped to 1.
+        # The multiplier of a sum (over a batch of one record) clipped to 1.
         private = not math.isinf(budget(epsilon))
         multiplier = noise_std(epsilon=epsilon, delta=delta, num_steps=total, clip_norm=1.0, batch_size=1) if private else 0.0
     else:
         multiplier = least_gaussian_multiplier(
             sampler, epsilon=budget(epsilon), delta=delta, num_releases=total, relation="replace-one"
         )
-    what = "the noised mean of per-record clipped gradients of a mini-batch, in every local step"
-    # A batch of fixed size: its records are all that take part.
+    description = "the noised mean of per-record clipped gradients of a mini-batch, in every local step"
+    # Of a batch of fixed size all records take part.
     units = num_records if poisson else batch_size
-    release = own_release(what, Gaussian(noise_multiplier=multiplier), sampler, clip_norm=clip_norm, num_units=units)
-    return Terms(release=release, num_replies=total // tau, num_releases=tau, num_records=num_records, epsilon=epsilon)
+    release = own_release(description, Gaussian(noise_multiplier=multiplier), sampler, clip_norm=clip_norm, num_units=units)
+    return ClientTerms(release=release, num_replies=total // tau, num_releases=tau, num_records=num_records, epsilon=epsilon)
 
 
 def _log_inverse(delta: float) -> float:

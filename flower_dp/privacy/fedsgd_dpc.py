@@ -1,6 +1,6 @@
 """FedSGD-DPC's noise (Zhou et al.): the paper's formulas, and the terms of one client.
 
-The unit of privacy is one record; every message is private on its own.
+The unit of privacy is one record, under local DP: the client adds the full noise to every message.
 """
 
 import math
@@ -10,7 +10,7 @@ from typing import Any
 from flower_dp.core import checks
 from flower_dp.core.sampling import FullSampling, PoissonSampling
 from flower_dp.privacy import accounting
-from flower_dp.privacy.client_terms import Terms, budget, least_gaussian_multiplier, own_release
+from flower_dp.privacy.client_terms import ClientTerms, budget, least_gaussian_multiplier, own_release
 from flower_dp.privacy.events import Relation
 from flower_dp.privacy.mechanisms import Gaussian, Laplace, Mechanism
 
@@ -63,11 +63,11 @@ def gradient_terms(
     num_records: int,
     sampling_rate: float = 1.0,
     relation: Relation = "replace-one",
-) -> Terms:
+) -> ClientTerms:
     """Return the terms of FedSGD-DPC: each reply is a noised mean of per-record clipped gradients.
 
     All `num_replies` replies together are (epsilon, delta)-differentially private for each record. The release is the *sum* of
-    clipped gradients; divided by its `expected_cohort`, num_records x sampling_rate, a public number, it is the mean.
+    clipped gradients; divided by its `expected_cohort_size`, num_records x sampling_rate, a public number, it is the mean.
 
     Args:
         mechanism: `laplace` (L1 clip norm, all records, delta 0) or `gaussian` (L2 clip norm, every record with probability
@@ -75,10 +75,10 @@ def gradient_terms(
         clip_norm: bound on the norm of one record's gradient.
         epsilon: budget of all replies, > 0; math.inf means no noise, and no privacy.
         delta: 0 for Laplace; in (0, 1) for Gaussian.
-        num_replies: the most replies that the client will send.
+        num_replies: largest number of replies that the client will send.
         num_records: the client's public data size.
         sampling_rate: part of the records in a batch, in expectation.
-        relation: neighbouring relation; replace-one in the paper.
+        relation: neighboring relation; replace-one in the paper.
 
     Raises:
         ValueError: for a value out of range, naming it.
@@ -101,17 +101,17 @@ def gradient_terms(
     else:
         all_replies: dict[str, Any] = {"delta": delta, "num_releases": num_replies, "relation": relation}
         noise = Gaussian(noise_multiplier=least_gaussian_multiplier(sampler, epsilon=epsilon, **all_replies))
-    what, size = "the noised mean of per-record clipped gradients, in every reply", _records(num_records)
-    release = own_release(what, noise, sampler, clip_norm=clip_norm, num_units=size, relation=relation)
-    return Terms(release=release, num_replies=num_replies, epsilon=epsilon)
+    description, size = "the noised mean of per-record clipped gradients, in every reply", _records(num_records)
+    release = own_release(description, noise, sampler, clip_norm=clip_norm, num_units=size, relation=relation)
+    return ClientTerms(release=release, num_replies=num_replies, epsilon=epsilon)
 
 
 def _laplace_multiplier(epsilon: float, num_replies: int, relation: Relation) -> float:
     if math.isinf(epsilon):
         return 0.0
-    # Of a sum (over one record) clipped to 1, under replace-one; the paper's Theorem 1.
+    # The scale for a sum (over one record) clipped to 1, under replace-one; the paper's Theorem 1.
     scale = laplace_scale(1.0, 1, epsilon, num_replies) * (1 + _ROUNDING)
-    return scale if accounting.relation_of(relation) == "replace-one" else scale / 2
+    return scale if accounting.parse_relation(relation) == "replace-one" else scale / 2
 
 
 def _positive(name: str, value: float) -> float:

@@ -3,11 +3,11 @@
 Exactly m of n units are drawn, each set of m with equal probability; g = m / n. Let d(x) be the hockey-stick profile of the
 release itself: its least delta at epsilon x, when one of the m units is replaced. The sampled release's profile d' is at most
 
-    d'(log(1 + g (e^x - 1))) = g d(x)     for x >= 0    (Balle, Barthe & Gaboardi 2018, Theorem 9)
-    d'(-x) = 1 - e^-x (1 - d'(x))         for x > 0     (replace-one is symmetric)
+    d'(log(1 + g (e^x - 1))) = g d(x)     for x >= 0; (Balle, Barthe & Gaboardi 2018, Theorem 9)
+    d'(-x) = 1 - e^-x (1 - d'(x))         for x > 0.  (replace-one is symmetric)
 
-d' is the profile of one pair of distributions, which dominates all neighbours in both directions. So releases compose by adding
-up the losses of their pairs (Zhu, Dong & Wang 2022, on dominating pairs), or the Renyi divergences of these pairs.
+d' is the profile of one pair of distributions, which dominates all neighbors in both directions. So releases compose by
+adding up the losses of their pairs (Zhu, Dong & Wang 2022, on dominating pairs), or the Renyi divergences of these pairs.
 `docs/accounting.md` has the proof.
 """
 
@@ -43,7 +43,7 @@ def distribution(release: dp.DpEvent, rate: float, grid: float) -> PrivacyLossDi
         release: one Gaussian or Laplace release with noise scale / *sensitivity* for its multiplier. The sensitivity of a
             replacement is twice the clip norm.
         rate: g = m / n, in (0, 1].
-        grid: distance of neighbouring losses.
+        grid: distance of neighboring losses.
 
     Raises:
         OverflowError: if the grid is too fine for losses of this size.
@@ -55,7 +55,7 @@ def distribution(release: dp.DpEvent, rate: float, grid: float) -> PrivacyLossDi
     above = amplified(profile, rate, epsilons)
     below = mirrored(above[:0:-1], epsilons[:0:-1])
     deltas = np.minimum(1.0, np.concatenate([below, above]) + ROUNDING * (1 + distance))
-    # The builder joins the points by straight lines in e^epsilon, where the profile is convex, and goes on level beyond the last
+    # The builder joins the points by straight lines in e^epsilon, where the profile is convex, and stays level beyond the last
     # one: nowhere below the profile.
     return PrivacyLossDistribution(pld_pmf.create_pmf_pessimistic_connect_dots_fixed_gap(grid, -last, last, deltas))
 
@@ -63,7 +63,7 @@ def distribution(release: dp.DpEvent, rate: float, grid: float) -> PrivacyLossDi
 def divergence(release: dp.GaussianDpEvent, rate: float, order: float) -> float:
     """Return a bound on the Renyi divergence of the sampled release at an order, under replace-one.
 
-    It is the divergence of the pair with the profile d'. With P = (1 - g) N(0, 1) + g N(s, 1), Q = N(0, 1) and u = P / Q, that
+    It is the divergence of the pair with the profile d'. Let P = (1 - g) N(0, 1) + g N(s, 1), Q = N(0, 1) and u = P / Q. That
     pair has the losses log u > 0 of P over Q, and those turned around. So the moment E_Q'[(P' / Q')^order] is
 
         1 + integral over x > s / 2 of (u^order - 1) (1 - u^(1 - order)) Q(x).
@@ -98,10 +98,10 @@ def divergence(release: dp.GaussianDpEvent, rate: float, order: float) -> float:
 
 
 def num_points(release: dp.DpEvent, rate: float, grid: float) -> int:
-    """Return how many losses above 0 a Gaussian or Laplace release on a sample has, on a grid.
+    """Return the number of losses above 0 of a Gaussian or Laplace release on a sample, on a grid.
 
     Raises:
-        OverflowError: if they are too many.
+        OverflowError: if there are too many.
     """
     last = max(1, math.ceil(largest_loss(release, rate) / grid))
     if last > MOST_POINTS:
@@ -160,7 +160,7 @@ def laplace_profile(distance: float) -> Profile:
 
 
 def _amplified(pure: float, rate: float) -> float:
-    """log(1 + g (e^x - 1)), without overflow."""
+    """Return log(1 + g (e^x - 1)), without overflow."""
     if pure < 1:
         return math.log1p(rate * math.expm1(pure))
     return pure + math.log(rate + (1 - rate) * math.exp(-pure))

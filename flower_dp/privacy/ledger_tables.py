@@ -1,4 +1,4 @@
-"""The tables of a ledger's file: what they hold, how a charge stands in them, and the checks that they are whole."""
+"""The tables of a ledger's file: their content, charges as rows, and integrity checks."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from typing import Any
 
 import numpy as np
 
-from flower_dp.core import checks, dp
+from flower_dp.core import checks, dp_events
 from flower_dp.privacy import accounting
-from flower_dp.privacy.charges import Charge, Scope
+from flower_dp.privacy.charges import Charge, CostScope
 from flower_dp.privacy.events import as_json
 from flower_dp.privacy.private_file import BudgetSpentError, LedgerError, Lock, check_folder, create_private, sync_folder
 
-APPLICATION, FORMAT = int.from_bytes(b"fldp", "big"), 3
+APPLICATION, FORMAT = int.from_bytes(b"fldp", "big"), 4
 TABLES = {
     "about": "key TEXT PRIMARY KEY, value TEXT NOT NULL",
     "runs": "id INTEGER PRIMARY KEY, name TEXT NOT NULL UNIQUE, about TEXT NOT NULL",
@@ -36,24 +36,24 @@ SCHEMA = tuple(f"CREATE TABLE {table} ({columns})" for table, columns in TABLES.
     for table in TABLES
     for change in ("UPDATE", "DELETE")
 )
-# What the file says of a charge as it is, and where a charge has it.
-_SAID = {"release": "release", "number": "number", "round": "server_round", "kind": "kind"}
-# For which to wait for another process that creates the same ledger, and for one that reads or commits.
+# Keys of a charge in the file, and the attributes that they store.
+_SAID = {"release": "release", "number": "number", "round": "server_round", "fingerprint": "fingerprint"}
+# Seconds to wait for another process that creates the same ledger, and for one that reads or commits.
 _CREATE_SECONDS = 2.0
 _BUSY_SECONDS = 60.0
-# The names of a million clients, so that a round's are found in memory.
+# Room for the names of a million clients, so that a round's names are looked up in memory.
 _CACHE_KIB = 65536
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LedgerRun:
+class RunRow:
     """One run on a ledger.
 
     Attributes:
         name: a random id.
-        method: its title.
-        delta: the delta of its statement.
-        started: when, in UTC.
+        method: title of the method.
+        delta: delta of the run's statement.
+        started: start time, in UTC.
         private: whether its noise is drawn afresh; with noise from a fixed seed, as in a test, its events protect nobody.
     """
 
@@ -64,39 +64,39 @@ class LedgerRun:
     private: bool = True
 
 
-def text_of(event: dp.DpEvent) -> str:
-    """Return an event as the file has it: equal ones are equal text."""
+def text_of(event: dp_events.DpEvent) -> str:
+    """Return an event as the file's text; equal events have equal text."""
     return json.dumps(as_json(event), allow_nan=False, default=lambda number: number.item())
 
 
 def words_of(charge: Charge) -> str:
-    """Return what a charge says besides owners and events, as the file has it."""
-    said = {key: getattr(charge, attribute) for key, attribute in _SAID.items()}
-    return json.dumps({**said, "unit": charge.scope.unit, "relation": charge.scope.relation, "views": list(charge.views)})
+    """Return a charge without owners and events, as the file's text."""
+    fields = {key: getattr(charge, attribute) for key, attribute in _SAID.items()}
+    return json.dumps({**fields, "unit": charge.scope.unit, "relation": charge.scope.relation, "views": list(charge.views)})
 
 
-def charge_of(words: str, owners: tuple[str, ...], which: bytes, events: list[dp.DpEvent]) -> Charge:
-    """Return a charge as it was written."""
+def charge_of(words: str, owners: tuple[str, ...], which: bytes, events: list[dp_events.DpEvent]) -> Charge:
+    """Return the charge that was written."""
     about = json.loads(words)
-    said = {attribute: about[key] for key, attribute in _SAID.items()}
+    fields = {attribute: about[key] for key, attribute in _SAID.items()}
     unit = checks.one_of("unit", about["unit"], ("client", "record"))
-    scope = Scope(unit=unit, relation=accounting.relation_of(about["relation"]))
+    scope = CostScope(unit=unit, relation=accounting.parse_relation(about["relation"]))
     size = len(events) // (1 + len(about["views"]))
-    seen = [tuple(events[size * place : size * (place + 1)]) for place in range(1 + len(about["views"]))]
+    seen = [tuple(events[size * view : size * (view + 1)]) for view in range(1 + len(about["views"]))]
     views = dict(zip(about["views"], seen[1:], strict=True))
     places = tuple(np.frombuffer(which, "<i4").tolist())
-    return Charge(**said, scope=scope, owners=owners, events=seen[0], which=places, views=views)
+    return Charge(**fields, scope=scope, owners=owners, events=seen[0], which=places, views=views)
 
 
-def about_of(run: LedgerRun) -> str:
-    """Return what is said of a run, besides its name, as the file has it."""
+def about_of(run: RunRow) -> str:
+    """Return a run without its name, as the file's text."""
     return json.dumps({key: value for key, value in asdict(run).items() if key != "name"}, allow_nan=False)
 
 
-def digest_of(before: bytes, run: LedgerRun, about: str, owners: Sequence[str], which: bytes, events: Sequence[str]) -> bytes:
-    """Return the digest of a charge: of all that it says, and of the digest before it."""
-    said = json.dumps([run.name, about_of(run), about, list(owners), which.hex(), list(events)])
-    return hashlib.sha256(before + said.encode()).digest()
+def digest_of(before: bytes, run: RunRow, about: str, owners: Sequence[str], which: bytes, events: Sequence[str]) -> bytes:
+    """Return the digest of a charge: of all that the file says of it, and of the digest before it."""
+    content = json.dumps([run.name, about_of(run), about, list(owners), which.hex(), list(events)])
+    return hashlib.sha256(before + content.encode()).digest()
 
 
 def _connect(path: Path, mode: str) -> sqlite3.Connection:
@@ -108,10 +108,10 @@ def _connect(path: Path, mode: str) -> sqlite3.Connection:
 
 
 def open_database(path: Path, *, read_only: bool) -> sqlite3.Connection:
-    """Open a ledger, whose tables are then right; to be read, a copy in memory of what it is now.
+    """Open a ledger and check its tables; if `read_only`, a copy in memory of its present content.
 
     Raises:
-        LedgerError: if it is no ledger, of another format, or damaged so that SQLite notices it.
+        LedgerError: if it is not a ledger, has another format, or is damaged so that SQLite notices it.
     """
     db = _snapshot(path) if read_only else _connect(path, "rw")
     try:
@@ -125,9 +125,9 @@ def open_database(path: Path, *, read_only: bool) -> sqlite3.Connection:
 
 
 def _snapshot(path: Path) -> sqlite3.Connection:
-    """Return a copy in memory of a ledger as it is now: reading it keeps nobody from writing."""
+    """Return a copy in memory of a ledger's present content, so that readers do not block a writer."""
     copy = sqlite3.connect(":memory:", isolation_level=None, check_same_thread=False)
-    # What a killed process has left unfinished is undone by whoever reads next, if it may write.
+    # The next connection undoes what a killed process left unfinished, but only one that may write.
     with closing(_connect(path, "rw" if os.access(path.parent, os.W_OK) and os.access(path, os.W_OK) else "ro")) as db:
         db.execute("BEGIN")
         db.execute("SELECT * FROM sqlite_master LIMIT 1").fetchone()
@@ -136,7 +136,7 @@ def _snapshot(path: Path) -> sqlite3.Connection:
 
 
 def _make_durable(db: sqlite3.Connection) -> None:
-    """Make commits last: a rollback journal that is on the disk first, and the names in the folder too."""
+    """Make commits durable: the rollback journal is on the disk first, and so are the names in the folder."""
     if db.execute("PRAGMA journal_mode = TRUNCATE").fetchone()[0] != "truncate":
         raise LedgerError("can't be written safely: another process has it open in another mode")
     db.execute("PRAGMA synchronous = EXTRA")
@@ -145,14 +145,14 @@ def _make_durable(db: sqlite3.Connection) -> None:
 
 
 def _check_database(db: sqlite3.Connection) -> None:
-    """Refuse a database that is no ledger, is of another format, or is damaged so that SQLite notices it."""
+    """Refuse a database that is not a ledger, has another format, or is damaged so that SQLite notices it."""
     (application,), (version,) = (db.execute(f"PRAGMA {name}").fetchone() for name in ("application_id", "user_version"))
     if application != APPLICATION:
-        raise LedgerError("is no ledger: it is another program's database, or an empty file")
+        raise LedgerError("is not a ledger: it is another program's database, or an empty file")
     if version != FORMAT:
         raise LedgerError(f"has format {version}; this release of flower-dp reads format {FORMAT}")
-    if (found := db.execute("PRAGMA integrity_check(1)").fetchone()[0]) != "ok":
-        raise LedgerError(f"is damaged: {found}")
+    if (result := db.execute("PRAGMA integrity_check(1)").fetchone()[0]) != "ok":
+        raise LedgerError(f"is damaged: {result}")
     tables = db.execute("SELECT sql FROM sqlite_master WHERE sql IS NOT NULL").fetchall()
     if sorted(text for (text,) in tables) != sorted(SCHEMA):
         raise LedgerError("is damaged: its tables are not those of a ledger")
@@ -168,13 +168,13 @@ def create_file(path: Path, about: Mapping[str, Any]) -> None:
         if not path.parent.is_dir():
             raise LedgerError("its folder does not exist")
         check_folder(path.parent)
-        place = path.parent.resolve() / path.name
-        _check_absent(place)
-        with closing(Lock(place, seconds=_CREATE_SECONDS)) as lock:
-            _check_absent(place)
+        resolved = path.parent.resolve() / path.name
+        _check_absent(resolved)
+        with closing(Lock(resolved, seconds=_CREATE_SECONDS)) as lock:
+            _check_absent(resolved)
             lock.forget()
-            _write_new(place, about)
-            sync_folder(place.parent)
+            _write_new(resolved, about)
+            sync_folder(resolved.parent)
 
 
 def _check_absent(place: Path) -> None:
@@ -210,11 +210,11 @@ def naming(path: Path) -> Iterator[None]:
     try:
         yield
     except BudgetSpentError:
-        raise  # it says all in public statements, which are no place for a path
+        raise  # public statements quote it, and must hold no path
     except LedgerError as error:
         raise LedgerError(f"ledger {path}: {error}") from None
     except FileNotFoundError as error:
-        how = f"`flower-dp ledger {path} --create-server`, that of a device with --create NAME"
+        how = f"`flower-dp ledger create-server {path}`, that of a device with `flower-dp ledger create-device {path} NAME`"
         raise LedgerError(f"ledger {path}: does not exist; create it with {how}") from error
     except (OSError, sqlite3.Error) as error:
         raise LedgerError(f"ledger {path}: {getattr(error, 'strerror', '') or error}") from error

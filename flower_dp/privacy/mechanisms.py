@@ -1,7 +1,7 @@
 """The Gaussian and the Laplace mechanism: how much noise a release has, and the event that a ledger is charged with.
 
 `noise_multiplier` is the scale of the noise over the clip norm: the standard deviation over the L2 clip norm for Gaussian noise,
-the Laplace scale over the L1 clip norm for Laplace noise. The neighbouring relation is not known here: `accounting` doubles the
+the Laplace scale over the L1 clip norm for Laplace noise. The neighboring relation is not known here: `accounting` doubles the
 sensitivity under replace-one. Draws are functions of `flower_dp.core.noise`.
 """
 
@@ -10,13 +10,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
-from flower_dp.core import checks, dp, noise
+from flower_dp.core import checks, dp_events, noise
 from flower_dp.core.noise import Generator
 from flower_dp.core.vectors import Array
 
 
 class Mechanism(Protocol):
-    """Noise for a clipped sum: its scale, the norm that it protects, its draw, its event."""
+    """Noise for a clipped sum: its scale, the clipped norm, its draw, its event."""
 
     @property
     def noise_multiplier(self) -> float:
@@ -29,8 +29,8 @@ class Mechanism(Protocol):
     def noise(self, like: Array, scale: float, step: float, rng: Generator) -> Array:
         """Draw float64 noise of a scale on a lattice, as the functions of `flower_dp.core.noise` do."""
 
-    def event(self) -> dp.DpEvent:
-        """Return what one release costs, with the multiplier as noise scale / clip norm."""
+    def event(self) -> dp_events.DpEvent:
+        """Return the event of one release, with noise scale / clip norm for its multiplier."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,9 +57,9 @@ class Gaussian(_Scaled):
         """Draw Gaussian noise."""
         return noise.gaussian(like, scale, step, rng)
 
-    def event(self) -> dp.DpEvent:
+    def event(self) -> dp_events.DpEvent:
         """Return the event of one release."""
-        return dp.GaussianDpEvent(float(self.noise_multiplier)) if self.noise_multiplier else dp.NonPrivateDpEvent()
+        return dp_events.GaussianDpEvent(float(self.noise_multiplier)) if self.noise_multiplier else dp_events.NonPrivateDpEvent()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,6 +78,6 @@ class Laplace(_Scaled):
         """Draw Laplace noise."""
         return noise.laplace(like, scale, step, rng)
 
-    def event(self) -> dp.DpEvent:
+    def event(self) -> dp_events.DpEvent:
         """Return the event of one release."""
-        return dp.LaplaceDpEvent(float(self.noise_multiplier)) if self.noise_multiplier else dp.NonPrivateDpEvent()
+        return dp_events.LaplaceDpEvent(float(self.noise_multiplier)) if self.noise_multiplier else dp_events.NonPrivateDpEvent()

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from flower_dp.core import checks
 from flower_dp.core.sampling import FullSampling
-from flower_dp.privacy.client_terms import Terms, budget, least_gaussian_multiplier, own_release
+from flower_dp.privacy.client_terms import ClientTerms, budget, least_gaussian_multiplier, own_release
 from flower_dp.privacy.mechanisms import Gaussian
 
 Floats = NDArray[np.float64]
@@ -23,8 +23,8 @@ def uplink_noise_std(*, uplink_exposures: int, epsilon: float, delta: float, cli
 
     sigma_U = c L (2C/m) / epsilon, with c = sqrt(2 ln(1.25/delta)).
 
-    `clip_norm` (C) bounds the L2 norm of a client's weights, `min_records` (m) is the size of the smallest local data
-    set, `uplink_exposures` (L) counts the uploads of a client that an eavesdropper sees.
+    `clip_norm` (C) bounds the L2 norm of a client's weights. `min_records` (m) is the size of the smallest local data set.
+    `uplink_exposures` (L) counts the uploads of a client that an eavesdropper sees.
 
     Raises:
         ValueError: naming the argument that is out of range.
@@ -49,9 +49,9 @@ def downlink_noise_std(
     All clients: (2cC/(mN epsilon)) sqrt(T^2 - L^2 N) if T > L sqrt(N), else 0.
     K of N: (2cC/(mK epsilon)) sqrt(T^2/b^2 - L^2 K) if T > epsilon/gamma, else 0.
 
-    This is defined everywhere: gamma's logarithm has an argument above 1 - K/N, and where T > epsilon/gamma that of b
-    has one above e^(-epsilon/(L sqrt(K))). Where b is not defined (few rounds, large epsilon) T is below epsilon/gamma,
-    and Lemma 4 asks for no noise on the downlink.
+    This is defined everywhere: gamma's logarithm has an argument above 1 - K/N, and if T > epsilon/gamma that of b
+    has one above e^(-epsilon/(L sqrt(K))). If b is not defined (few rounds, large epsilon), T is below epsilon/gamma,
+    and Lemma 4 needs no noise on the downlink.
 
     Raises:
         ValueError: naming the argument that is out of range.
@@ -82,14 +82,14 @@ def weights_terms(
     uplink_exposures: int | None = None,
     min_records: int,
     num_replies: int | None = None,
-) -> Terms:
+) -> ClientTerms:
     """Return the terms of NbAFL: each reply is the client's whole weights, clipped to L2 norm `clip_norm`, with noise.
 
     With `epsilon` the noise is the least with which all `num_replies` replies together cost at most (epsilon, delta). That is
     proved for any training: clipped weights lie in a ball of radius C, so all of a client's records together move them by at most
     2 C. With `paper_epsilon` the noise has the paper's std for (paper_epsilon, delta) over `uplink_exposures` replies of clients
-    with at least `min_records` records, which rests on the paper's assumption of a sensitivity 2 C / m. For the same number it is
-    many times smaller; the statement says what it proves.
+    with at least `min_records` records. That std rests on the paper's assumption of a sensitivity 2 C / m. For the same number
+    this noise is many times smaller; the statement says what it proves.
 
     Raises:
         ValueError: for a value out of range, or one that is missing or out of place, naming it.
@@ -109,8 +109,8 @@ def weights_terms(
             std = uplink_exposures * unit
     else:
         if uplink_exposures is not None:
-            why = f"is read with paper_epsilon only; epsilon={epsilon} covers all replies"
-            raise checks.refusal("uplink_exposures", uplink_exposures, why)
+            reason = f"is read with paper_epsilon only; epsilon={epsilon} covers all replies"
+            raise checks.refusal("uplink_exposures", uplink_exposures, reason)
         if num_replies is None:
             raise ValueError(f"num_replies: is missing; the noise of epsilon={epsilon} is made for so many replies of a client")
         replies = checks.integer("num_replies", num_replies, at_least=1)
@@ -118,9 +118,9 @@ def weights_terms(
         std = clip_norm * least_gaussian_multiplier(
             FullSampling(), epsilon=most, delta=delta, num_releases=replies, relation="replace-one"
         )
-    what, mechanism = "the client's clipped weights with noise, in every reply", Gaussian(noise_multiplier=std / clip_norm)
-    release = own_release(what, mechanism, FullSampling(), clip_norm=clip_norm, num_units=1, unit="client")
-    return Terms(release=release, num_replies=replies, epsilon=math.inf if epsilon is None else epsilon)
+    description, mechanism = "the client's clipped weights with noise, in every reply", Gaussian(noise_multiplier=std / clip_norm)
+    release = own_release(description, mechanism, FullSampling(), clip_norm=clip_norm, num_units=1, unit="client")
+    return ClientTerms(release=release, num_replies=replies, epsilon=math.inf if epsilon is None else epsilon)
 
 
 def check_epsilons(epsilon: object, paper_epsilon: object) -> None:
@@ -145,7 +145,7 @@ def log_argument(*, num_clients: int, cohort_size: int, num_rounds: int, epsilon
 
 
 def sampled_log(num_clients: int, cohort_size: float | Floats, num_rounds: int, epsilon: float) -> Floats:
-    """Return ln(1 - N/K + (N/K) e^(-epsilon/T)), elementwise; -infinity or NaN where it is not defined."""
+    """Return ln(1 - N/K + (N/K) e^(-epsilon/T)), elementwise; -infinity or NaN if it is not defined."""
     ratio = num_clients / np.asarray(cohort_size, dtype=np.float64)
     with np.errstate(divide="ignore", invalid="ignore"):
         logs = np.log1p(ratio * math.expm1(-epsilon / num_rounds))
@@ -159,7 +159,7 @@ def _unit_std(*, epsilon: float, delta: float, clip_norm: float, min_records: in
 
 
 def rounds_without_downlink_noise(num_clients: int, cohort_size: int, uplink_exposures: int, epsilon: float) -> float:
-    """Return up to how many rounds the downlink needs no noise: L sqrt(N), or epsilon/gamma for K < N."""
+    """Return the number of rounds up to which the paper adds no downlink noise: L sqrt(N), or epsilon/gamma for K < N."""
     if cohort_size == num_clients:
         return uplink_exposures * math.sqrt(num_clients)
     share = math.expm1(-epsilon / (uplink_exposures * math.sqrt(cohort_size)))

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from flower_dp.core import checks, dp, sampling
-from flower_dp.core.words import digits_in_words, finite_or_none
+from flower_dp.core import checks, dp_events, sampling
+from flower_dp.core.formatting import finite_or_none, format_rounded_up
 from flower_dp.privacy import accounting, mechanisms, selection
 from flower_dp.privacy.events import Relation
 
@@ -20,7 +20,7 @@ _SAMPLERS: Mapping[str, Any] = {
     "fixed-size": sampling.FixedSizeSampling,
     "round-robin": sampling.RoundRobinSampling,
 }
-# The samplings to which an option belongs.
+# Samplings that read an option.
 _OWNERS = {
     "sampling_rate": ("poisson",),
     "cohort_size": ("fixed-size", "round-robin"),
@@ -29,8 +29,8 @@ _OWNERS = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PlannedRun:
-    """A run of equal releases, whose noise is not yet chosen; made by `from_options`.
+class ReleaseSchedule:
+    """A run of equal releases whose noise is not chosen yet, as `from_options` returns it.
 
     `sizes` has the rate of Poisson sampling, cohort size and number of clients of fixed-size and round-robin sampling.
 
@@ -50,8 +50,8 @@ class PlannedRun:
     delta: float
     relation: Relation
 
-    def event(self, noise_multiplier: float) -> dp.DpEvent:
-        """Return the whole run's event; without noise it is not private."""
+    def event(self, noise_multiplier: float) -> dp_events.DpEvent:
+        """Return the event of the whole run; without noise it is not private."""
         release, rounds = _MECHANISMS[self.mechanism](noise_multiplier=noise_multiplier).event(), self.num_rounds
         sizes = dict(self.sizes)
         num_clients = sizes.pop("num_clients", 1)
@@ -60,39 +60,39 @@ class PlannedRun:
             rounds = sampler.participations(rounds, num_clients)
         else:
             release = sampler.event(release, 1, num_clients)
-        return dp.SelfComposedDpEvent(release, rounds)
+        return dp_events.SelfComposedDpEvent(release, rounds)
 
     def calibrate(self, epsilon: float) -> float:
         """Return the noise multiplier that keeps the run within `epsilon`, never too little."""
         return accounting.calibrate(self.event, epsilon=epsilon, delta=self.delta, relation=self.relation)
 
-    def longest(self, epsilon: float, noise_multiplier: float) -> PlannedRun:
+    def longest(self, epsilon: float, noise_multiplier: float) -> ReleaseSchedule:
         """Return this run with the largest number of rounds that costs at most `epsilon` with this noise.
 
         Raises:
             ValueError: if `epsilon` is too small for one round, or large enough for more than `MOST_ROUNDS`.
         """
 
-        def event(num_rounds: int) -> dp.DpEvent:
+        def event(num_rounds: int) -> dp_events.DpEvent:
             return replace(self, num_rounds=num_rounds).event(noise_multiplier)
 
         limit, rounds = 1, 1
         while rounds == limit <= MOST_ROUNDS:
             limit *= 8
-            rounds = accounting.affordable(event, epsilon=epsilon, delta=self.delta, relation=self.relation, limit=limit)
+            rounds = accounting.max_repetitions(event, epsilon=epsilon, delta=self.delta, relation=self.relation, limit=limit)
         if rounds > MOST_ROUNDS:
             allowed = f"epsilon={epsilon:g} allows more than {MOST_ROUNDS:,} rounds; choose less noise"
             raise ValueError(f"--noise-multiplier={noise_multiplier:g}: {allowed}")
         if rounds == 0:
-            one = finite_or_none(accounting.epsilon(event(1), delta=self.delta, relation=self.relation).epsilon)
-            costs = "has no finite epsilon" if one is None else f"costs epsilon={digits_in_words(one, 6)}"
+            epsilon_of_one = finite_or_none(accounting.epsilon(event(1), delta=self.delta, relation=self.relation).epsilon)
+            costs = "has no finite epsilon" if epsilon_of_one is None else f"costs epsilon={format_rounded_up(epsilon_of_one, 6)}"
             raise ValueError(f"--epsilon={epsilon:g}: one round with --noise-multiplier={noise_multiplier:g} {costs}")
         return replace(self, num_rounds=rounds)
 
     def cost(self, noise_multiplier: float) -> dict[str, Any]:
-        """Return what the run costs, as JSON can hold it: an infinite epsilon is None, and `private` is false.
+        """Return the cost of the run as JSON values: an infinite epsilon is None, and `private` is false.
 
-        `epsilon_rdp` is there only where the Renyi accountant has a bound.
+        `epsilon_rdp` is there only if the Renyi accountant has a bound.
         """
         event = self.event(noise_multiplier)
         cost = accounting.epsilon(event, delta=self.delta, relation=self.relation)
@@ -112,7 +112,7 @@ class PlannedRun:
         }
 
 
-def best_of(noise_multiplier: float, number: selection.NumberOfRuns, **options: Any) -> dict[str, Any]:
+def best_of(noise_multiplier: float, number: selection.RunCountLaw, **options: Any) -> dict[str, Any]:
     """Return the cost of a run, and that of the best of K such runs; options are those of `from_options`.
 
     Raises:
@@ -122,8 +122,10 @@ def best_of(noise_multiplier: float, number: selection.NumberOfRuns, **options: 
     return run.cost(noise_multiplier) | choice([run.event(noise_multiplier)], number, delta=run.delta, relation=run.relation)
 
 
-def choice(runs: Sequence[dp.DpEvent], number: selection.NumberOfRuns, *, delta: float, relation: Relation) -> dict[str, Any]:
-    """Return what it costs to choose among runs with these events, as JSON can hold it."""
+def choice(
+    runs: Sequence[dp_events.DpEvent], number: selection.RunCountLaw, *, delta: float, relation: Relation
+) -> dict[str, Any]:
+    """Return the cost of choosing among runs with these events, as JSON values."""
     cost = selection.epsilon(runs, number, delta=delta, relation=relation)
     return {
         "best_of_mean": number.mean,
@@ -136,13 +138,13 @@ def choice(runs: Sequence[dp.DpEvent], number: selection.NumberOfRuns, *, delta:
 def solve(
     *, epsilon: float | None = None, noise_multiplier: float | None = None, num_rounds: int | None = None, **options: Any
 ) -> dict[str, Any]:
-    """Return the cost of a run of which one of epsilon, noise multiplier and number of rounds is left out, and computed.
+    """Return the cost of a run; compute the one of epsilon, noise multiplier and number of rounds that is left out.
 
     Args:
-        epsilon: the largest that is allowed.
+        epsilon: largest epsilon allowed.
         noise_multiplier: noise std / clip norm; for Laplace noise scale / L1 clip norm.
-        num_rounds: releases in all.
-        options: those of `from_options` besides.
+        num_rounds: number of releases.
+        options: other options of `from_options`.
 
     Raises:
         ValueError: naming the option that is missing, out of range or out of place, or the target that can't be met.
@@ -172,8 +174,8 @@ def from_options(
     num_rounds: int,
     delta: float | None,
     relation: str | None,
-) -> PlannedRun:
-    """Return the planned run that command-line options describe; None is an option that was not given.
+) -> ReleaseSchedule:
+    """Return the planned run of command-line options; None stands for an option that was not given.
 
     Raises:
         ValueError: naming the option that is missing, out of range or out of place.
@@ -200,7 +202,7 @@ def from_options(
         raise ValueError("--delta is missing")
     if not checks.number("--delta", delta, at_least=0, below=1) and mechanism != "laplace":
         raise checks.bad("--delta", delta, "a finite number > 0 and < 1")
-    return PlannedRun(
+    return ReleaseSchedule(
         mechanism=mechanism,
         sampling=sampling,
         sizes=sizes,

@@ -1,4 +1,4 @@
-"""Epsilon from privacy loss distributions: the tightest accountant here, on grids chosen by the size of the losses."""
+"""Epsilon from privacy loss distributions, on grids chosen by the size of the losses."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import math
 from functools import lru_cache
 from typing import Any
 
-from flower_dp.core import dp
-from flower_dp.privacy.events import Leaves, Relation, inner_of, scaled
+from flower_dp.core import dp_events
+from flower_dp.privacy.events import Leaves, Relation, scaled, unwrap_sampling
 
 # A finer grid than this changes no epsilon above 0.1 in its first four digits; a coarser one is still an upper bound.
 GRID = 1e-4
-# Smaller epsilons are computed on a finer one, down to this part of it; not where a coarser one is asked for.
+# Smaller epsilons use a finer grid, down to this part of `GRID`, unless the caller chose a coarser one.
 FINEST = 0.1
 # Beyond this exp(grid) is near the end of float64's range.
 _LARGEST_GRID = 100.0
@@ -23,18 +23,18 @@ _LARGEST_LAPLACE_LOSS = 700.0
 SMALLEST_DELTA = 1e-9
 # Reserved for that rounding, which may be in the unsafe direction; in a long composition it grows with the number of releases.
 _ROUNDING = 1e-12
-# Of delta; the grid of a composition that is longer than this errs by far more, in the safe direction.
+# Largest part of delta for rounding; the grid of a longer composition errs by far more, in the safe direction.
 _MOST_ROUNDING = 0.1
 # Longer runs are composed in two stages: the library's tail bounds are too wide for many releases with few possible losses.
 _LONG_RUN = 200_000
 _STAGE = 1_000
-# How often a grid is refined at most.
+# Largest number of refinements of a grid.
 _REFINEMENTS = 8
-# Of a composition: a finer grid takes too long, where epsilon is far below most losses.
+# Points of a composition: a finer grid takes too long, if epsilon is far below most losses.
 _MOST_POINTS = 200_000
 # Coarse, and so cheap: its answer says how fine the next one must be.
 _FIRST_GRID = 1e-3
-# Of one release on it.
+# Points of one release on that grid.
 _FIRST_POINTS = 200_000
 # A composition's losses are mostly below its epsilon at this part of delta, but at no less than this delta.
 _FAR, _LEAST_FAR = 1e-4, 1e-7
@@ -45,17 +45,18 @@ _SUMMED = 1e-10
 
 
 def epsilon_of(leaves: Leaves, delta: float, relation: Relation, grid: float, rough: float) -> float:
-    """Return an upper bound of epsilon at delta >= `SMALLEST_DELTA`, NaN where the library has none.
+    """Return an upper bound of epsilon at delta >= `SMALLEST_DELTA`, NaN if the library has none.
 
     Args:
-        leaves: what was released.
-        delta: in (0, 1).
-        relation: neighbouring relation.
-        grid: distance of the losses at which distributions are kept; finer ones are taken where epsilon is small.
+        leaves: flattened releases.
+        delta: probability bound, in (0, 1).
+        relation: neighboring relation.
+        grid: distance of neighboring losses; a small epsilon uses finer grids.
         rough: another upper bound, NaN if there is none.
     """
-    # Some 10^5 points are enough where losses are huge, and small losses need finer ones; a coarser grid is still an upper
-    # bound. A rough bound may itself be far too large: then the answers on ever finer grids tell the right one.
+    # Every grid gives a valid upper bound, so their minimum is one, too. Some 10^5 points are enough for huge losses; small ones
+    # need finer grids. The rough bound may be far too large, so each answer says how fine the next grid must be. The search stops
+    # if the next grid can't matter: it is not less than half as wide.
     if rough > _LARGEST_SIZE:
         return math.nan
     coarse = max(grid, _FIRST_GRID, max(_largest_loss(leaf, relation) for leaf, _ in leaves) / _FIRST_POINTS)
@@ -86,13 +87,13 @@ def epsilon_of(leaves: Leaves, delta: float, relation: Relation, grid: float, ro
 
 
 def rough_epsilon_of(leaves: Leaves, delta: float, relation: Relation, grid: float, ceiling: float) -> float:
-    """Return an upper bound of epsilon on a grid of some 10^4 points, for `epsilon_of`; `ceiling` where that is as good.
+    """Return an upper bound of epsilon on a grid of some 10^4 points, for `epsilon_of`; `ceiling` if that is as good.
 
     Args:
-        leaves: what was released.
-        delta: in (0, 1).
-        relation: neighbouring relation.
-        grid: the finest distance of the losses.
+        leaves: flattened releases.
+        delta: probability bound, in (0, 1).
+        relation: neighboring relation.
+        grid: least distance of neighboring losses.
         ceiling: another upper bound.
     """
     if not grid < 1e-5 * ceiling <= 1e-5 * _LARGEST_SIZE:  # `epsilon_of` would take its grid in any case, or none
@@ -114,13 +115,17 @@ def _epsilon(total: Any, leaves: Leaves, delta: float) -> float:
     """Return an upper bound of epsilon from the distribution of a composition's losses."""
     from flower_dp.privacy import fixed_size  # noqa: PLC0415  (slow to import)
 
-    # Distributions made here, those of sampled releases, have `fixed_size.ROUNDING` themselves, each as a loss that is infinite;
-    # those of the library have none, and Poisson-sampled Laplace noise is the library's.
-    plain = sum(count for leaf, count in leaves if inner_of(leaf)[1] == 1 or isinstance(inner_of(leaf)[0], dp.LaplaceDpEvent))
+    # Distributions made here, of sampled releases, already contain `fixed_size.ROUNDING`, each as an infinite loss. Those of the
+    # library have none, and Poisson-sampled Laplace noise is the library's.
+    plain = sum(
+        count
+        for leaf, count in leaves
+        if unwrap_sampling(leaf)[1] == 1 or isinstance(unwrap_sampling(leaf)[0], dp_events.LaplaceDpEvent)
+    )
     left = delta - _ROUNDING - min(plain * fixed_size.ROUNDING, delta * _MOST_ROUNDING)
     value = float(total.get_epsilon_for_delta(left))
-    # The library adds up losses and probabilities one by one, so that its answer may be too small. Up to the first value that its
-    # profile, whose sum is more exact, confirms.
+    # The library adds up losses and probabilities one by one, so its answer may be too small. Raise it to the first value that
+    # its profile, whose sum is more exact, confirms.
     step = 1e-10 * max(1.0, value)
     while value < math.inf and total.get_delta_for_epsilon(value) > left * (1 - _SUMMED):
         value, step = value + step, 4 * step
@@ -128,22 +133,22 @@ def _epsilon(total: Any, leaves: Leaves, delta: float) -> float:
 
 
 def _composed(leaves: Leaves, relation: Relation, grid: float) -> Any:
-    """Return the distribution of a composition's losses, or None where the library has none."""
+    """Return the distribution of a composition's losses, or None if the library has none."""
     total = None
     for leaf, count in leaves:
-        one = _leaf_pld(leaf, relation, grid)
-        if one is None:
+        part = _leaf_pld(leaf, relation, grid)
+        if part is None:
             return None
-        one = _self_composed(one, count)
-        total = one if total is None else total.compose(one)
+        part = _self_composed(part, count)
+        total = part if total is None else total.compose(part)
     return total
 
 
-def _largest_loss(leaf: dp.DpEvent, relation: Relation) -> float:
+def _largest_loss(leaf: dp_events.DpEvent, relation: Relation) -> float:
     """Return about the largest loss of one release."""
     from flower_dp.privacy import fixed_size  # noqa: PLC0415  (slow to import)
 
-    inner, rate = inner_of(leaf)
+    inner, rate = unwrap_sampling(leaf)
     return fixed_size.largest_loss(scaled(inner, relation), rate)
 
 
@@ -156,20 +161,20 @@ def _self_composed(one: Any, count: int) -> Any:
 
 
 @lru_cache(maxsize=16)
-def _leaf_pld(leaf: dp.DpEvent, relation: Relation, grid: float) -> Any:
-    """Return the privacy loss distribution of one release, or None where the library has none."""
+def _leaf_pld(leaf: dp_events.DpEvent, relation: Relation, grid: float) -> Any:
+    """Return the privacy loss distribution of one release, or None if the library has none."""
     from dp_accounting.pld import privacy_loss_distribution  # noqa: PLC0415  (slow to import)
 
     from flower_dp.privacy import fixed_size, poisson  # noqa: PLC0415  (slow to import)
 
-    inner, rate = inner_of(leaf)
+    inner, rate = unwrap_sampling(leaf)
     if rate == 1:
         # Without sampling a replacement is a shift by 2 C: half the multiplier under add-or-remove-one, for Laplace as well.
         inner, relation = scaled(inner, relation), "add-or-remove-one"
-    elif isinstance(leaf, dp.SampledWithoutReplacementDpEvent):
+    elif isinstance(leaf, dp_events.SampledWithoutReplacementDpEvent):
         # Add-or-remove-one changes the number of units, and so the law of the sample itself.
         return fixed_size.distribution(scaled(inner, relation), rate, grid) if relation == "replace-one" else None
-    if isinstance(inner, dp.GaussianDpEvent):
+    if isinstance(inner, dp_events.GaussianDpEvent):
         if rate < 1:
             return poisson.distribution(inner, rate, grid, relation)
         fixed_size.num_points(inner, rate, grid)

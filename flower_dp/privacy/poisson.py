@@ -1,9 +1,9 @@
-"""Poisson sampling of Gaussian releases: the privacy loss distribution of one release, as dp-accounting has it, computed at once.
+"""Poisson sampling of Gaussian releases: the privacy loss distribution of one release, by dp-accounting but faster.
 
 dp-accounting defines the pair of distributions, the range of its losses and the builder. Its own loop over the grid takes some
-seven microseconds a point in Python; a run's plan, and a calibration for each of many clients, need millions of points.
+seven microseconds a point in Python. A run's plan, and a calibration for each of many clients, need millions of points.
 
-Renyi divergences of the pairs are here too: dp-accounting has none of replace-one, and between whole orders its bounds of
+Renyi divergences of the pairs are here, too: dp-accounting has none for replace-one, and between whole orders its bounds for
 add-or-remove-one may be many times too large.
 """
 
@@ -20,9 +20,9 @@ from flower_dp.privacy.events import Relation
 from flower_dp.privacy.fixed_size import MOST_POINTS, ROUNDING, before_sampling
 
 _PAIRS = {"add-or-remove-one": (AdjacencyType.REMOVE, AdjacencyType.ADD), "replace-one": (AdjacencyType.REPLACE,)}
-# Of an integral: tens of milliseconds.
+# Most points of an integral: tens of milliseconds.
 _MOST_NODES = 2**18
-# More than the part of a few terms that float64 loses.
+# More than float64 loses of a few terms, in parts of them.
 _EPSILON = 2.0**-50
 # Up to this e^x is far from the largest float.
 _LARGE = 50.0
@@ -34,8 +34,8 @@ def distribution(release: dp.GaussianDpEvent, rate: float, grid: float, relation
     Args:
         release: one Gaussian release, with noise std / clip norm for its multiplier.
         rate: the probability with which each unit takes part, in (0, 1).
-        grid: distance of neighbouring losses.
-        relation: neighbouring relation; a replaced unit moves the sum by up to twice the clip norm.
+        grid: distance of neighboring losses.
+        relation: neighboring relation; a replaced unit moves the sum by up to twice the clip norm.
 
     Raises:
         OverflowError: if the grid is too fine for losses of this size.
@@ -44,10 +44,10 @@ def distribution(release: dp.GaussianDpEvent, rate: float, grid: float, relation
 
 
 def replaced_divergence(release: dp.GaussianDpEvent, rate: float, order: float) -> float:
-    """Return the Renyi divergence of one sampled release under replace-one; infinite where it would take too many points.
+    """Return the Renyi divergence of one sampled release under replace-one; infinite if it would take too many points.
 
-    The pair P = (1 - q) N(0, std^2) + q N(-1, std^2), Q = (1 - q) N(0, std^2) + q N(1, std^2) dominates the release
-    (`docs/accounting.md` has the proof), so its divergence bounds that of every pair of neighbours.
+    Let P = (1 - q) N(0, std^2) + q N(-1, std^2) and Q = (1 - q) N(0, std^2) + q N(1, std^2). The pair of P and Q dominates the
+    release (`docs/accounting.md` has the proof), so its divergence bounds that of every pair of neighbors.
 
     Args:
         release: one Gaussian release, with noise std / clip norm for its multiplier.
@@ -60,7 +60,8 @@ def replaced_divergence(release: dp.GaussianDpEvent, rate: float, order: float) 
 def removed_divergence(release: dp.GaussianDpEvent, rate: float, order: float) -> float:
     """Return the Renyi divergence of one sampled release under add-or-remove-one, as `replaced_divergence`.
 
-    The pair is P as there and N(0, std^2); the other way round it is never more (Mironov, Talwar & Zhang 2019, Theorem 5).
+    The pair is that P and N(0, std^2). The divergence in the other direction is never more (Mironov, Talwar & Zhang 2019,
+    Theorem 5).
     """
     return _divergence(release.noise_multiplier, rate, order, replaced=False)
 
@@ -82,7 +83,7 @@ def _divergence(std: float, rate: float, order: float, *, replaced: bool) -> flo
     with_unit, other = _log_mixed(-xs, std, rate), _log_mixed(xs, std, rate) if replaced else np.zeros_like(xs)
     terms = order * with_unit, (1 - order) * other, -0.5 * (xs / std) ** 2
     moment = float(special.logsumexp(sum(terms))) + math.log(step / std) - 0.5 * math.log(2 * math.pi)
-    # The terms may cancel out where the moment is small.
+    # The terms may cancel out if the moment is small.
     rounding = _EPSILON * float(np.max(sum(map(np.abs, terms))))
     return (max(0.0, moment) + rounding) / (order - 1)
 
@@ -111,7 +112,7 @@ def _losses(release: dp.GaussianDpEvent, rate: float, grid: float, adjacency: Ad
 
 
 def _cuts(std: float, rate: float, epsilons: np.ndarray, adjacency: AdjacencyType) -> np.ndarray:
-    """Return the points [k] up to which losses are at least epsilons [k]; -inf, or inf, where no loss is, or every one.
+    """Return the points [k] up to which losses are at least epsilons [k]; -inf if no loss is, inf if every one is.
 
     Without the unit the release is N(0, std^2); with it, N(-1, std^2), or N(1, std^2) with what replaces it.
     """

@@ -1,4 +1,4 @@
-"""A file that is its owner's alone, in a folder that nobody else can change, and its lock: one process at a time writes it."""
+"""A file of one user alone, in a folder that nobody else can change, and its lock: one process at a time writes it."""
 
 import os
 import re
@@ -8,18 +8,18 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-# The file beside a ledger: its lock, and what was written to the ledger last.
+# Suffix of the file beside a ledger: its lock, with number and digest of the last charge.
 _MARK = ".mark"
 _LINE = re.compile(rb"(\d{20}) ([0-9a-f]{64})\n")
 _POLL_SECONDS = 0.02
 
 
 class LedgerError(ValueError):
-    """A ledger file that can't be used; nothing that it should count may be released."""
+    """Raised if a ledger can't be used. Nothing that it should count may be released."""
 
 
 class BudgetSpentError(LedgerError):
-    """A charge that a ledger's budget does not cover; it was not written, and nothing that it should count may be released."""
+    """Raised if a ledger's budget does not cover a charge. The charge was not written, and its release may not be made."""
 
 
 def open_regular(path: Path, flags: int) -> int:
@@ -27,7 +27,7 @@ def open_regular(path: Path, flags: int) -> int:
     descriptor = os.open(path, flags | os.O_CLOEXEC | os.O_NONBLOCK)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        raise LedgerError("is no regular file")
+        raise LedgerError("is not a regular file")
     return descriptor
 
 
@@ -36,7 +36,7 @@ def check_owner(status: os.stat_result) -> None:
     if status.st_uid != os.geteuid():
         raise LedgerError(f"belongs to user {status.st_uid}; this process is user {os.geteuid()}")
     if status.st_mode & (stat.S_IRWXG | stat.S_IRWXO):
-        harm = "who can write it can change it, and who can read it can hold its lock; chmod 600 makes it the owner's alone"
+        harm = "others could change it, or hold its lock; chmod 600 makes it the owner's alone"
         raise LedgerError(f"is open to others (mode {stat.S_IMODE(status.st_mode):o}): {harm}")
     if status.st_nlink != 1:
         raise LedgerError(f"has {status.st_nlink} hard links: must have one")
@@ -45,12 +45,12 @@ def check_owner(status: os.stat_result) -> None:
 def check_folder(folder: Path) -> None:
     """Refuse a folder in which others could rename an older copy over the file; with the sticky bit only its owner could."""
     status = folder.stat()
-    if why := why_not_own(status, sticky=bool(status.st_mode & stat.S_ISVTX)):
-        raise LedgerError(f"its folder: {why}")
+    if error := ownership_error(status, sticky=bool(status.st_mode & stat.S_ISVTX)):
+        raise LedgerError(f"its folder: {error}")
 
 
-def why_not_own(status: os.stat_result, *, sticky: bool = False) -> str | None:
-    """Return why somebody else could have written a file, or into a folder; None if only this user, or root, could.
+def ownership_error(status: os.stat_result, *, sticky: bool = False) -> str | None:
+    """Return the reason why another user could have written a file, or into a folder; None if only this user, or root, could.
 
     Others may write to a folder that is `sticky`: they can't replace what is not theirs.
     """
@@ -62,14 +62,14 @@ def why_not_own(status: os.stat_result, *, sticky: bool = False) -> str | None:
 
 
 def create_private(path: Path) -> int:
-    """Create a file that is this user's alone; it must not be there yet, not even as a link."""
+    """Create a file of this user alone; its name must not exist yet, not even as a link."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
     os.fchmod(descriptor, 0o600)
     return descriptor
 
 
 def sync_folder(folder: Path) -> None:
-    """Return when the names in a folder are on the disk."""
+    """Force the names in a folder onto the disk."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
@@ -78,43 +78,43 @@ def sync_folder(folder: Path) -> None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Mark:
-    """What a ledger had when it was last written.
+class LastCharge:
+    """The last charge of a ledger when it was last written.
 
     Attributes:
         number: number of charges.
-        digest: of the last one.
+        digest: digest of the last charge.
     """
 
     number: int
     digest: bytes
 
     @classmethod
-    def read(cls, descriptor: int) -> "Mark | None":
+    def read(cls, descriptor: int) -> "LastCharge | None":
         """Return the mark in an open file; None in an empty one.
 
         Raises:
-            LedgerError: if it is damaged.
+            LedgerError: if the mark is damaged.
         """
         if not (line := os.pread(descriptor, 200, 0)):
             return None
-        if not (found := _LINE.fullmatch(line)):
-            raise LedgerError("is not safe: its .mark file is damaged; remove that if you know that the ledger is no older copy")
-        return cls(number=int(found[1]), digest=bytes.fromhex(found[2].decode()))
+        if not (match := _LINE.fullmatch(line)):
+            raise LedgerError("is not safe: its .mark file is damaged; remove that if you know the ledger is not an older copy")
+        return cls(number=int(match[1]), digest=bytes.fromhex(match[2].decode()))
 
 
 class Lock:
     """An exclusive lock (flock) on the file PATH.mark, and the mark in it.
 
-    The lock ends with the process that holds it. Whoever removes the file lets a second process in; the ledger then notices
-    that it has changed.
+    The lock ends with the process that holds it. If somebody removes the file, a second process gets in; the ledger then notices
+    the change.
 
     Args:
-        path: of the ledger.
-        seconds: for which to wait for another process.
+        path: path of the ledger.
+        seconds: longest wait for another process.
 
     Raises:
-        LedgerError: if another process holds it for longer.
+        LedgerError: if another process holds the lock for longer.
     """
 
     def __init__(self, path: Path, *, seconds: float) -> None:
@@ -129,7 +129,7 @@ class Lock:
             try:
                 check_owner(os.fstat(self._descriptor))
                 fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                if self._is_here:  # else another file has taken its place since it was opened
+                if self._is_here:  # else another file took its place after it was opened
                     return
             except BlockingIOError:
                 if time.monotonic() > deadline:
@@ -142,26 +142,26 @@ class Lock:
             time.sleep(_POLL_SECONDS)
 
     @staticmethod
-    def mark_of(path: Path) -> Mark | None:
+    def mark_of(path: Path) -> LastCharge | None:
         """Return the mark of a ledger, without its lock; None if there is none."""
         try:
             descriptor = open_regular(path.with_name(path.name + _MARK), os.O_RDONLY)
         except FileNotFoundError:
             return None
         try:
-            return Mark.read(descriptor)
+            return LastCharge.read(descriptor)
         finally:
             os.close(descriptor)
 
     @property
-    def mark(self) -> Mark | None:
-        """The mark; None if there is none."""
-        return Mark.read(self._descriptor)
+    def mark(self) -> LastCharge | None:
+        """Mark in the file; None if there is none."""
+        return LastCharge.read(self._descriptor)
 
     @mark.setter
-    def mark(self, mark: Mark) -> None:
-        # Not forced onto the disk: after a crash of the machine it may be an earlier one, which is no less true.
-        # All are of one length, so that one write replaces another.
+    def mark(self, mark: LastCharge) -> None:
+        # Not forced onto the disk: after a crash of the machine it may be an earlier mark, which is no less true.
+        # All marks have one length, so that one write replaces another.
         os.pwrite(self._descriptor, f"{mark.number:020d} {mark.digest.hex()}\n".encode(), 0)
 
     @property
@@ -174,7 +174,7 @@ class Lock:
         return (here.st_dev, here.st_ino) == (held.st_dev, held.st_ino)
 
     def forget(self) -> None:
-        """Remove the mark, of a ledger that is made anew."""
+        """Remove the mark, for a ledger that is created anew."""
         os.ftruncate(self._descriptor, 0)
 
     def close(self) -> None:

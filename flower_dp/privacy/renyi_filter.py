@@ -1,38 +1,38 @@
-"""A privacy filter: a budget that holds whatever decides what is released next, earlier results too.
+"""A privacy filter: a budget that holds even if earlier results decide what is released next.
 
-The epsilon of a composition is that of releases that are known beforehand. A filter adds up Renyi divergences at one order, fixed
-in advance, and stops before their sum passes a bound: then all of it is (epsilon, delta)-private, however mechanisms, noise and
-sampling of each release were chosen by what was released before (Feldman & Zrnic 2021, who count for one unit alone, too).
+The epsilon of a composition holds for releases that are known beforehand. A filter adds up Renyi divergences at one order, fixed
+in advance, and stops before their sum exceeds a bound. All releases together are then (epsilon, delta)-private, even if earlier
+releases chose mechanism, noise and sampling of each one (Feldman & Zrnic 2021, who count for one unit alone, too).
 """
 
 import math
 from functools import lru_cache
 
-from flower_dp.core import checks, dp
+from flower_dp.core import checks, dp_events
 from flower_dp.privacy import accounting, renyi
-from flower_dp.privacy.events import Relation, UnsupportedEventError, inner_of, leaves_of
+from flower_dp.privacy.events import Relation, UnsupportedEventError, flatten_event, unwrap_sampling
 
 # Far more than the rounding of a sum of millions of divergences, in parts of it.
 _ROUNDING = 1e-9
 
 
 def order_for(
-    epsilon: float, delta: float, event: dp.DpEvent | None = None, *, relation: Relation = "add-or-remove-one"
+    epsilon: float, delta: float, event: dp_events.DpEvent | None = None, *, relation: Relation = "add-or-remove-one"
 ) -> float:
     """Return the order at which a budget allows the most repetitions of an event.
 
     A filter holds at any order, if it is fixed before the first charge: what is charged may then differ from this event.
 
     Args:
-        epsilon: of the budget.
-        delta: of the budget.
-        event: what will be charged, as far as that is known; None for Gaussian releases without sampling. Then the order is a
-            whole number from 2 on: the library's divergences of sampled releases are the tightest there.
-        relation: neighbouring relation of the event.
+        epsilon: epsilon of the budget.
+        delta: delta of the budget.
+        event: event that will be charged, as far as it is known; None for Gaussian releases without sampling. Orders above 2
+            are then whole numbers, at which the library's divergences of sampled releases are lowest.
+        relation: neighboring relation of the event.
 
     Raises:
         ValueError: if the budget is too small for any release at any order.
-        UnsupportedEventError: if nothing here bounds the event.
+        UnsupportedEventError: if no accountant here bounds the event.
 
     Example:
         >>> from dp_accounting import GaussianDpEvent, SampledWithoutReplacementDpEvent
@@ -52,44 +52,46 @@ def order_for(
 
 
 def allowance(epsilon: float, delta: float, order: float) -> float:
-    """Return the Renyi divergence that makes epsilon at delta (conversion of Canonne et al. 2020); 0 or less if none does."""
+    """Return the Renyi divergence that gives epsilon at delta (conversion of Canonne et al. 2020); 0 or less if none does."""
     return epsilon - math.log1p(-1 / order) + (math.log(delta) + math.log(order)) / (order - 1)
 
 
-def num_affordable(before: dp.DpEvent, event: dp.DpEvent, *, allowed: float, order: float, relation: Relation) -> int:
-    """Return how many more of an event an `allowance` at an order has left, after what was charged before."""
-    one, spent = (divergence(some, order, relation) * (1 + _ROUNDING) for some in (event, before))
+def num_affordable(
+    before: dp_events.DpEvent, event: dp_events.DpEvent, *, allowed: float, order: float, relation: Relation
+) -> int:
+    """Return how many more of an event fit into an `allowance` at an order, after the earlier charges."""
+    each, spent = (divergence(some, order, relation) * (1 + _ROUNDING) for some in (event, before))
     rest = allowed - spent
-    return min(math.floor(rest / one), checks.MOST_COUNT) if rest >= one else 0
+    return min(math.floor(rest / each), checks.MOST_COUNT) if rest >= each else 0
 
 
-def divergence(event: dp.DpEvent, order: float, relation: Relation) -> float:
-    """Return a bound on the Renyi divergence of an event; infinite where there is no privacy.
+def divergence(event: dp_events.DpEvent, order: float, relation: Relation) -> float:
+    """Return a bound on the Renyi divergence of an event; infinite if there is no privacy.
 
     Raises:
         UnsupportedEventError: if nothing here bounds it.
     """
-    return math.fsum(count * _of_leaf(leaf, order, relation) for leaf, count in leaves_of(event))
+    return math.fsum(count * _of_leaf(leaf, order, relation) for leaf, count in flatten_event(event))
 
 
 @lru_cache(maxsize=2**12)
-def _of_leaf(leaf: dp.DpEvent, order: float, relation: Relation) -> float:
-    if isinstance(leaf, dp.NonPrivateDpEvent):
+def _of_leaf(leaf: dp_events.DpEvent, order: float, relation: Relation) -> float:
+    if isinstance(leaf, dp_events.NonPrivateDpEvent):
         return math.inf
     bounds = [renyi.divergence_of(leaf, relation, order)]
-    inner, rate = inner_of(leaf)
-    if isinstance(inner, dp.LaplaceDpEvent):
+    inner, rate = unwrap_sampling(leaf)
+    if isinstance(inner, dp_events.LaplaceDpEvent):
         try:
             pure = accounting.epsilon(leaf, delta=0, relation=relation).epsilon
         except UnsupportedEventError:
             pure = math.nan
         # Bun & Steinke 2016, Proposition 3.3.
         bounds += [pure, order * pure**2 / 2]
-    if rate < 1 and (relation == "replace-one" or isinstance(leaf, dp.PoissonSampledDpEvent)):
-        # Sampling never adds a cost: what the sample is, is a mixture that both neighbours share.
+    if rate < 1 and (relation == "replace-one" or isinstance(leaf, dp_events.PoissonSampledDpEvent)):
+        # Sampling never adds cost: both neighbors are mixtures with the same weights of the possible samples.
         bounds.append(renyi.divergence_of(inner, relation, order))
-    # One of NaN, or one that rounding has made 0, is none.
-    found = [bound for bound in bounds if bound is not None and bound > 0]
-    if not found:
+    # NaN, or a bound that rounding has made 0, bounds nothing.
+    valid = [bound for bound in bounds if bound is not None and bound > 0]
+    if not valid:
         raise UnsupportedEventError(f"event {leaf}: has no bound under relation={relation!r} in a fully adaptive budget")
-    return min(found)
+    return min(valid)

@@ -1,4 +1,4 @@
-"""What it costs to release the best of K private runs, where K is random and secret (Papernot & Steinke 2022).
+"""The cost of releasing the best of K private runs, if K is random and secret (Papernot & Steinke 2022).
 
 K is drawn first. Each of K independent runs then draws one of the candidate settings, uniformly or by another fixed law, and is
 run with fresh noise. Only the run with the best score is released: neither the other runs, nor their scores, nor K. The score is
@@ -18,30 +18,30 @@ from scipy import optimize
 
 from flower_dp.core import checks
 from flower_dp.privacy import accounting, pld, renyi
-from flower_dp.privacy.accounting import Cost
-from flower_dp.privacy.events import Leaves, Relation, leaves_of
+from flower_dp.privacy.accounting import PrivacyCost
+from flower_dp.privacy.events import Leaves, Relation, flatten_event
 
 MOST_RUNS = 10_000
 _LARGEST_SHAPE = 100.0
-# More than the rounding of what is computed here, relative to epsilon.
+# More than the rounding in this module, relative to epsilon.
 _ROUNDING = 1e-9
-# Of one run; below this float64 may have lost too much of it.
+# Least divergence of one run; float64 may lose too much of a smaller one.
 _SMALLEST_DIVERGENCE = 2.0**-40
 # Any pair on the curve of one run gives a bound; the search for the best pair takes a coarser grid than the bound itself.
 _SEARCH_GRID = 1e-3
 _SMALLEST_DELTA, _LARGEST_DELTA = 1e-8, 0.999
 _SEARCH_STEPS = 24
-# Of the curve of one run, for a bound that adds mean x delta to epsilon: so many points, between these costs.
+# Points of the curve of one run, for a bound that adds mean x delta to epsilon, and the added costs between which they lie.
 _POINTS, _LARGEST_COST, _SMALLEST_COST = 32, 100.0, 1e-3
 _LARGEST_EPSILON = 600.0
 
 
-class NumberOfRuns(Protocol):
-    """The law of K.
+class RunCountLaw(Protocol):
+    """The law of K, the number of runs.
 
     Attributes:
-        mean: the expected number of runs, at least 1.
-        shape: as dp-accounting counts it; infinite for a Poisson law.
+        mean: expected number of runs, at least 1.
+        shape: shape parameter, as dp-accounting defines it; infinite for a Poisson law.
     """
 
     @property
@@ -53,32 +53,33 @@ class NumberOfRuns(Protocol):
         """Draw K; `rng` is a fresh generator of secret choices (`flower_dp.core.noise.noise_generator`)."""
 
     def added(self, epsilon: float, delta: float) -> float:
-        """Return how much choosing adds to epsilon, if one run is (epsilon, delta)-differentially private."""
+        """Return what choosing adds to epsilon, if one run is (epsilon, delta)-differentially private."""
 
     def added_divergence(self, orders: np.ndarray, curve: np.ndarray, delta_at: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
-        """Return how much choosing adds to the Renyi divergences of one run, apart from log(mean) / (order - 1).
+        """Return what choosing adds to the Renyi divergences of one run, apart from log(mean) / (order - 1).
 
         Args:
-            orders: of the divergences, above 1 [k].
-            curve: the divergences of one run at these orders [k].
-            delta_at: returns deltas [k] at which one run has epsilons [k].
+            orders: orders of the divergences, above 1 [k].
+            curve: divergences of one run at these orders [k].
+            delta_at: function that returns deltas [k] at which one run has epsilons [k].
         """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TruncatedNegativeBinomial:
+class NegativeBinomialRunCount:
     """K >= 1 with P(K = k) proportional to (1 - gamma)^k binom(k + shape - 1, k) (Definition 1; shape is eta there).
 
     Attributes:
-        mean: the expected number of runs, in [1, 10000]; gamma follows from it.
-        shape: 0 is the logarithmic law, 1 the geometric one; in [0, 100]. A small one costs least, and spreads K most.
+        mean: expected number of runs, in [1, 10000]; gamma follows from it.
+        shape: shape parameter, in [0, 100]; 0 is the logarithmic law, 1 the geometric one. A small one costs least, and spreads K
+            most.
 
     Raises:
         ValueError: for a value out of range, naming it.
 
     Example:
-        >>> from flower_dp.privacy.selection import TruncatedNegativeBinomial
-        >>> TruncatedNegativeBinomial(mean=10).gamma
+        >>> from flower_dp.privacy.selection import NegativeBinomialRunCount
+        >>> NegativeBinomialRunCount(mean=10).gamma
         0.1
     """
 
@@ -91,14 +92,14 @@ class TruncatedNegativeBinomial:
 
     @property
     def gamma(self) -> float:
-        """The parameter gamma in (0, 1] that gives the mean."""
+        """Parameter gamma in (0, 1] that gives the mean."""
         return _gamma(self.mean, self.shape)
 
     def sample(self, rng: np.random.Generator) -> int:
         """Draw K, by inversion."""
         gamma = self.gamma
         left, probability, number = rng.random(), self.mean * gamma ** (self.shape + 1), 1
-        # By rounding, all probabilities together may be less than the number drawn: what is left of them counts for nothing.
+        # By rounding, all probabilities together may be less than the number drawn: stop once the rest is negligible.
         while left >= probability and (number < self.mean or probability > 1e-20):
             left -= probability
             probability *= (1 - gamma) * (number + self.shape) / (number + 1)
@@ -118,18 +119,18 @@ class TruncatedNegativeBinomial:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Poisson:
+class PoissonRunCount:
     """A Poisson law of K: the most concentrated one, for runs whose own epsilon is small. With K = 0 nothing is released.
 
     Attributes:
-        mean: the expected number of runs, in [1, 10000].
+        mean: expected number of runs, in [1, 10000].
 
     Raises:
         ValueError: for a value out of range, naming it.
 
     Example:
-        >>> from flower_dp.privacy.selection import Poisson
-        >>> round(Poisson(mean=10).added(0.1, 0.0), 2)
+        >>> from flower_dp.privacy.selection import PoissonRunCount
+        >>> round(PoissonRunCount(mean=10).added(0.1, 0.0), 2)
         1.05
     """
 
@@ -152,28 +153,28 @@ class Poisson:
         return self.mean * delta_at(np.log1p(1 / (orders - 1)))
 
 
-def number_of_runs(mean: float, shape: float) -> NumberOfRuns:
+def number_of_runs(mean: float, shape: float) -> RunCountLaw:
     """Return the law of K with a mean and a shape; an infinite shape is a Poisson law, as in dp-accounting.
 
     Raises:
         ValueError: for a value out of range, naming it.
     """
-    return Poisson(mean=mean) if shape == math.inf else TruncatedNegativeBinomial(mean=mean, shape=shape)
+    return PoissonRunCount(mean=mean) if shape == math.inf else NegativeBinomialRunCount(mean=mean, shape=shape)
 
 
-def epsilon(runs: Sequence[DpEvent], number: NumberOfRuns, *, delta: float, relation: Relation) -> Cost:
-    """Return what the best of K runs costs, against those who see the chosen run and nothing of the others.
+def epsilon(runs: Sequence[DpEvent], number: RunCountLaw, *, delta: float, relation: Relation) -> PrivacyCost:
+    """Return the cost of the best of K runs, against those who see the chosen run and nothing of the others.
 
     Accountants: `selection-profile`, from the epsilons of one run at all deltas (Koskela, Redberg & Wang 2024; proof in
     `docs/choosing-parameters.md`), of every event that `accounting` bounds; `selection-rdp`, Theorems 2 and 6 of
     Papernot & Steinke 2022, of events with a Renyi bound. The smaller one is returned.
 
     Args:
-        runs: the event of a whole run for each candidate, with all releases that its score is made of; at least one. All protect
-            the same unit.
-        number: the law of K.
-        delta: at which epsilon is asked for, in [0, 1).
-        relation: neighbouring relation.
+        runs: event of a whole run for each candidate, with all releases that its score is made of; at least one. All protect the
+            same unit.
+        number: law of K.
+        delta: probability bound of epsilon, in [0, 1).
+        relation: neighboring relation.
 
     Raises:
         ValueError: if there is no candidate, or a value is out of range.
@@ -182,7 +183,7 @@ def epsilon(runs: Sequence[DpEvent], number: NumberOfRuns, *, delta: float, rela
     Example:
         >>> from dp_accounting import GaussianDpEvent
         >>> from flower_dp.privacy import selection
-        >>> best_of = selection.TruncatedNegativeBinomial(mean=10, shape=1)
+        >>> best_of = selection.NegativeBinomialRunCount(mean=10, shape=1)
         >>> cost = selection.epsilon([GaussianDpEvent(4.0)], best_of, delta=1e-5, relation="add-or-remove-one")
         >>> round(cost.epsilon, 2), cost.accountant
         (1.86, 'selection-profile')
@@ -190,18 +191,18 @@ def epsilon(runs: Sequence[DpEvent], number: NumberOfRuns, *, delta: float, rela
     delta = checks.number("delta", delta, at_least=0, below=1)
     candidates = _candidates(runs)
     if any(isinstance(leaf, NonPrivateDpEvent) for leaves in candidates for leaf, _ in leaves):
-        return Cost(epsilon=math.inf, delta=delta, relation=relation, accountant="none")
+        return PrivacyCost(epsilon=math.inf, delta=delta, relation=relation, accountant="none")
     if not any(candidates):
-        return Cost(epsilon=0.0, delta=delta, relation=relation, accountant="none")
+        return PrivacyCost(epsilon=0.0, delta=delta, relation=relation, accountant="none")
     bounds = {"selection-profile": _profile(candidates, number, delta, relation)}
     if (by_renyi := rdp_epsilon(runs, number, delta=delta, relation=relation)) is not None:
         bounds["selection-rdp"] = by_renyi
-    name = min(bounds, key=lambda one: bounds[one])
-    return Cost(epsilon=bounds[name] * (1 + _ROUNDING), delta=delta, relation=relation, accountant=name)
+    name = min(bounds, key=lambda accountant: bounds[accountant])
+    return PrivacyCost(epsilon=bounds[name] * (1 + _ROUNDING), delta=delta, relation=relation, accountant=name)
 
 
-def rdp_epsilon(runs: Sequence[DpEvent], number: NumberOfRuns, *, delta: float, relation: Relation) -> float | None:
-    """Return the bound by Renyi divergences (Theorems 2 and 6), or None where there is none.
+def rdp_epsilon(runs: Sequence[DpEvent], number: RunCountLaw, *, delta: float, relation: Relation) -> float | None:
+    """Return the bound by Renyi divergences (Theorems 2 and 6), or None if there is none.
 
     A run with a random candidate has at most the largest of the candidates' Renyi divergences, order by order.
     """
@@ -234,21 +235,21 @@ def _delta_at(candidates: Sequence[Leaves], relation: Relation, epsilons: np.nda
     The least delta is convex in e^epsilon, so that it is nowhere above these lines. Beyond the last point it is no larger.
 
     Args:
-        candidates: of the run.
-        relation: neighbouring relation.
-        epsilons: at least 0 [k].
-        deltas: of the points, falling.
+        candidates: candidates of the run.
+        relation: neighboring relation.
+        epsilons: values at least 0 [k].
+        deltas: deltas of the points, falling.
     """
     curve = np.maximum.accumulate([_one_run(candidates, float(delta), relation, _SEARCH_GRID) for delta in deltas])
     kept = curve < _LARGEST_EPSILON
     points = np.exp(curve[kept])
     if not len(points):
         return np.ones_like(epsilons)
-    found: np.ndarray = np.interp(np.exp(epsilons), points, deltas[kept], left=1.0)
-    return found
+    interpolated: np.ndarray = np.interp(np.exp(epsilons), points, deltas[kept], left=1.0)
+    return interpolated
 
 
-def _profile(candidates: Sequence[Leaves], number: NumberOfRuns, delta: float, relation: Relation) -> float:
+def _profile(candidates: Sequence[Leaves], number: RunCountLaw, delta: float, relation: Relation) -> float:
     """Return the bound from the epsilons of one run: its epsilon at delta / mean, and what choosing adds."""
 
     def added(log_delta: float) -> float:
@@ -283,8 +284,8 @@ def _gamma(mean: float, shape: float) -> float:
 def _candidates(runs: Sequence[DpEvent]) -> list[Leaves]:
     """Return the distinct candidates' releases."""
     if not runs:
-        raise ValueError("runs: there is no candidate")
-    return [list(leaves) for leaves in dict.fromkeys(tuple(leaves_of(event)) for event in runs)]
+        raise ValueError("runs: must have at least one candidate")
+    return [list(leaves) for leaves in dict.fromkeys(tuple(flatten_event(event)) for event in runs)]
 
 
 def _event(leaves: Leaves) -> DpEvent:

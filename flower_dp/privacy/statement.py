@@ -1,27 +1,39 @@
 """The privacy statement: what was protected, against whom, with which epsilon and delta, and what was not covered.
 
-Two epsilons, always labelled: `tight` is what can be proved for the code that ran; `paper` is the paper's own formula, with a
-flag that says whether its assumptions held.
+It has two epsilons, each with its label. The statement's own is an upper bound that is proved for the code that ran. The paper's
+is the value of the paper's formula, with a flag that says whether the formula's assumptions held.
 """
 
 import math
+import textwrap
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
-from itertools import groupby
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from flower_dp.core.words import delta_in_words, epsilon_in_words, finite_or_none, spent_in_words
-from flower_dp.privacy.accounting import Cost
+from flower_dp.core.formatting import finite_or_none, format_delta, format_epsilon, format_epsilon_at_delta
+from flower_dp.privacy.accounting import PrivacyCost
 from flower_dp.privacy.events import Relation
 
 _NO_GUARANTEE = "DELTA IS NO GUARANTEE"
+# The version of `PrivacyStatement.to_dict`.
+FORMAT = 2
+# Which attributes `to_dict` puts into one group.
+_GROUPS = {
+    "guarantee": (
+        *("private", "epsilon", "delta", "unit", "relation", "accountant", "protected_against"),
+        *("num_charged_rounds", "epsilon_by_release", "joint"),
+    ),
+    "mechanism": ("sampling", "noise", "paper_epsilon", "events"),
+}
+# Columns of a line of text, and of the titles at its left.
+_WIDTH, _TITLE_WIDTH = 130, 15
 
 
 def delta_warning(delta: float, num_units: int, unit: str) -> tuple[str, ...]:
-    """Return a line about a delta that promises nothing, or none: it must be far below 1 / the number of units.
+    """Return a warning about a delta that guarantees nothing, or no line: delta must be far below 1 / the number of units.
 
     Args:
-        delta: of the guarantee.
+        delta: delta of the guarantee.
         num_units: clients, or records of one client.
         unit: `client` or `record`.
 
@@ -32,58 +44,77 @@ def delta_warning(delta: float, num_units: int, unit: str) -> tuple[str, ...]:
     """
     if delta * num_units < 1:
         return ()
-    at_least = f"{_NO_GUARANTEE}: {delta_in_words(delta)} is at least 1 / {num_units} {unit}s"
-    return (f"{at_least}, and a mechanism that publishes one {unit}'s data outright can have such a delta",)
+    at_least = f"{_NO_GUARANTEE}: {format_delta(delta)} is at least 1/{num_units} for {num_units} {unit}s"
+    return (f"{at_least}. A mechanism that publishes one {unit}'s data in full can have such a delta.",)
 
 
 def delta_warnings(lines: Iterable[str]) -> list[str]:
-    """Return those of a statement's lines that `delta_warning` has made."""
+    """Return the lines that `delta_warning` has made."""
     return [line for line in lines if line.startswith(_NO_GUARANTEE)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PaperEpsilon:
-    """A paper's own epsilon: the formula's value, whether the formula is valid here, and why (not)."""
+    """A paper's own epsilon.
+
+    Attributes:
+        epsilon: value of the paper's formula.
+        formula: name of the formula, or of its theorem or equation.
+        valid: whether the formula's assumptions held in this run.
+        reason: the assumptions that held, or those that did not.
+    """
 
     epsilon: float
     formula: str
     valid: bool
     reason: str
 
+    def __str__(self) -> str:
+        state = "valid here" if self.valid else "NOT VALID here"
+        return f"{format_epsilon(self.epsilon)} ({self.formula}; {state}: {self.reason})"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Adversary:
-    """What one kind of adversary sees, and the tight epsilon against it, the largest over clients.
+    """One adversary: what it sees, and the epsilon against it, the largest over clients.
 
     Attributes:
-        name: who it is, in one or two words.
-        sees: what it is assumed to see.
-        epsilon: the tight epsilon against it.
-        accountant: what proves it.
-        noise_std: the smallest standard deviation of the noise on any number that it sees, or that what it sees is made of.
-        paper: the paper's epsilon against it, if there is one.
-        trusted: whether the statement trusts it, and guarantees nothing against it.
+        name: the adversary, in one or two words.
+        view: everything that it is assumed to see.
+        epsilon: proved upper bound against this adversary.
+        accountant: the accountant that proves it.
+        lowest_noise_std: lowest noise std on a number of the training release that this adversary sees, or from which its view
+            is computed. The number is a coordinate of a sum, a message or a broadcast.
+        paper_epsilon: the paper's epsilon against this adversary, or None.
+        trusted: whether the statement trusts it: no protection is claimed against it.
     """
 
     name: str
-    sees: str
+    view: str
     epsilon: float
     accountant: str
-    noise_std: float
-    paper: PaperEpsilon | None = None
+    lowest_noise_std: float
+    paper_epsilon: PaperEpsilon | None = None
     trusted: bool = False
 
     @classmethod
-    def of(cls, name: str, cost: Cost, **words: Any) -> "Adversary":
-        """Return an adversary against whom this cost is proved; `words` are the other attributes."""
-        return cls(name=name, epsilon=cost.epsilon, accountant=cost.accountant, **words)
+    def of(cls, name: str, cost: PrivacyCost, **fields: Any) -> "Adversary":
+        """Return an adversary against whom this cost is proved; `fields` are the other attributes."""
+        return cls(name=name, epsilon=cost.epsilon, accountant=cost.accountant, **fields)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ClientCosts:
-    """The tight epsilons of clients with their own ledgers: the distribution, the largest, and up to 100 one by one.
+class ClientEpsilons:
+    """The epsilons of clients with their own ledgers.
 
-    `evaluation` has the epsilon of each client's private evaluations alone.
+    Attributes:
+        count: number of clients.
+        minimum: smallest epsilon.
+        median: median epsilon.
+        maximum: largest epsilon.
+        worst: name of the client with the largest epsilon.
+        by_client: epsilon by client, for up to 100 clients.
+        evaluation_by_client: epsilon of each client's private evaluations alone.
     """
 
     count: int
@@ -91,24 +122,34 @@ class ClientCosts:
     median: float
     maximum: float
     worst: str
-    each: dict[str, float]
-    evaluation: dict[str, float] = field(default_factory=dict)
+    by_client: dict[str, float]
+    evaluation_by_client: dict[str, float] = field(default_factory=dict)
+
+    def lines(self) -> list[str]:
+        """Return the epsilons as text: of all clients, of single clients, and of their evaluations."""
+        least, middle, most = map(format_epsilon, (self.minimum, self.median, self.maximum))
+        if least == most:
+            lines = [f"{self.count} clients: epsilon {most} for each of them."]
+        else:
+            spread = f"at least {least}, median {middle}, at most {most} ({self.worst})"
+            lines = [f"{self.count} clients: epsilon {spread}.", *_by_client("Each client", self.by_client)]
+        return lines + _by_client("Each client's evaluations alone", self.evaluation_by_client)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JointEpsilon:
-    """What this run and earlier ones have cost together the client who was charged most.
+    """The joint epsilon of this run and earlier runs, for the client who was charged most.
 
     Attributes:
-        num_runs: how many, this one included.
-        epsilon: of the composition of all their events.
-        delta: at which it holds.
-        accountant: what proves it.
-        on_ledger: whether these are the runs on one server's ledger; else those that this process knows of one strategy.
-        apart: runs among these that are not in it, in words: their unit or relation is another one.
-        filter_epsilon: of the ledger's fully adaptive budget, which bounds all runs together also if the settings of some were
-            chosen by the results of others. `epsilon` does not: it is that of settings that were known. None without one.
-        filter_delta: at which it holds.
+        num_runs: number of runs, this one included.
+        epsilon: upper bound of the composition of all their events, if no run's settings depend on another run's results.
+        delta: probability bound of `epsilon`.
+        accountant: the accountant that proves it.
+        on_ledger: whether the runs share a server's ledger. If not, they are runs of one strategy in this process.
+        runs_not_included: runs not included because their unit or neighboring relation differs, as text.
+        filter_epsilon: epsilon of the ledger's fully adaptive budget, or None. It holds even if results of some runs chose the
+            settings of others; `epsilon` does not.
+        filter_delta: probability bound of `filter_epsilon`.
     """
 
     num_runs: int
@@ -116,20 +157,20 @@ class JointEpsilon:
     delta: float
     accountant: str
     on_ledger: bool = True
-    apart: tuple[str, ...] = ()
+    runs_not_included: tuple[str, ...] = ()
     filter_epsilon: float | None = None
     filter_delta: float | None = None
 
     def __str__(self) -> str:
         which = "on this ledger" if self.on_ledger else "of this strategy"
-        line = f"All {self.num_runs} runs {which} together: {spent_in_words(self.epsilon, self.delta)}"
-        line += f", accountant {self.accountant}, for the client who was charged most"
-        if self.apart:
-            line += f"; not in it, since no accountant adds them up: {', '.join(self.apart)}"
+        text = f"All {self.num_runs} runs {which} together: {format_epsilon_at_delta(self.epsilon, self.delta)}"
+        text += f" (accountant {self.accountant}), for the client who was charged most."
+        if self.runs_not_included:
+            text += f" Not included, since no accountant composes them with these: {', '.join(self.runs_not_included)}."
         if self.filter_epsilon is not None and self.filter_delta is not None:
-            filtered = spent_in_words(self.filter_epsilon, self.filter_delta)
-            line += f"; at most {filtered}, the ledger's budget, if settings of runs were chosen by the results of others"
-        return line
+            filtered = format_epsilon_at_delta(self.filter_epsilon, self.filter_delta)
+            text += f" If results of some runs chose the settings of others: at most {filtered}, the ledger's budget."
+        return text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,25 +179,26 @@ class PrivacyStatement:
 
     Attributes:
         method: the method's name.
-        unit: what is protected: a `client` or a `record`.
-        relation: the neighbouring relation.
-        adversary: who is assumed to see what.
-        delta: the delta of every epsilon here.
-        epsilon: the tight epsilon; infinite when the run was not private.
-        accountant: what proves the tight epsilon.
-        paper: the paper's epsilon, if the method has one.
-        num_rounds: rounds whose release was charged.
-        noise: clip norm and noise, in numbers.
-        sampling: who took part, in words.
-        events: the ledger.
-        assumptions: what the guarantee depends on.
-        not_covered: what clients or the server sent that the guarantee does not cover.
-        incidents: dropouts, refused replies and early stops, in words.
-        adversaries: the epsilon against each adversary, if they see different things; `epsilon` is the largest over those not
-            trusted.
-        parts: if several kinds of releases were charged, an upper bound of the cost of each kind alone.
+        unit: unit of privacy: `client` or `record`.
+        relation: neighboring relation.
+        protected_against: the adversaries against whom `epsilon` holds.
+        delta: probability bound of every epsilon here, in [0, 1).
+        epsilon: proved upper bound; infinite if the run was not private.
+        accountant: the accountant that proves it.
+        paper_epsilon: the paper's epsilon, if the method has one.
+        num_charged_rounds: number of rounds whose release was charged.
+        noise: clip norm and noise, by name.
+        sampling: rule that sampled the cohorts, as text.
+        events: the events of the ledger, as text.
+        assumptions: conditions of the guarantee.
+        not_covered: everything that clients or the server sent that the guarantee does not cover.
+        incidents: dropouts, refused replies and early stops, as text.
+        unlisted_incidents: text on what `incidents` leave out because it would reveal a cohort; empty for nothing.
+        adversaries: the epsilon against each adversary, if they see different things. `epsilon` is the largest over those that
+            are not trusted.
+        epsilon_by_release: if several kinds of releases were charged, an upper bound for each kind alone.
         clients: if every client has its own ledger, the epsilons of all clients; `epsilon` is the largest of them.
-        joint: what it has cost together with earlier runs on the same server's ledger, or of the same strategy; None without any.
+        joint: joint epsilon with earlier runs on the same server's ledger, or of the same strategy; None if there are none.
 
     Example:
         >>> from flower_dp.core.sampling import PoissonSampling
@@ -167,28 +209,29 @@ class PrivacyStatement:
         >>> statement = strategy.statement
         >>> statement.unit, statement.relation, statement.private
         ('client', 'add-or-remove-one', True)
-        >>> print(str(statement).splitlines()[1])
-        (0.0000, 0.0001)-differential privacy for each client (add-or-remove-one; tight, accountant none), over 0 rounds.
+        >>> print(str(statement).splitlines()[2])
+        GUARANTEE      Each client has (0.0000, 0.0001)-differential privacy (add-or-remove-one).
     """
 
     method: str
     unit: str
     relation: Relation
-    adversary: str
+    protected_against: str
     delta: float
     epsilon: float
     accountant: str
-    paper: PaperEpsilon | None
-    num_rounds: int
+    paper_epsilon: PaperEpsilon | None
+    num_charged_rounds: int
     noise: dict[str, float]
     sampling: str
     events: tuple[str, ...]
     assumptions: tuple[str, ...]
     not_covered: tuple[str, ...]
     incidents: tuple[str, ...]
+    unlisted_incidents: str = ""
     adversaries: tuple[Adversary, ...] = ()
-    parts: Mapping[str, float] = field(default_factory=dict)
-    clients: ClientCosts | None = None
+    epsilon_by_release: Mapping[str, float] = field(default_factory=dict)
+    clients: ClientEpsilons | None = None
     joint: JointEpsilon | None = None
 
     @property
@@ -197,64 +240,102 @@ class PrivacyStatement:
         return math.isfinite(self.epsilon)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the statement as JSON-ready values; an infinite epsilon is None, and `private` is False then."""
-        return {"private": self.private, **finite_or_none(asdict(self))}
+        """Return the statement as JSON-ready values, in the groups of its text.
+
+        An infinite epsilon is None, and `guarantee.private` is False then.
+        """
+        flat: dict[str, Any] = {"private": self.private, **finite_or_none(asdict(self))}
+        grouped = {title: {name: flat.pop(name) for name in names} for title, names in _GROUPS.items()}
+        return {"format": FORMAT, "method": flat.pop("method"), **grouped, **flat}
 
     def __str__(self) -> str:
+        unlisted = [f"Not listed: {self.unlisted_incidents}"] if self.unlisted_incidents else []
+        happened = [*self.incidents, *unlisted] if self.incidents else [" ".join(["None.", *unlisted])]
+        groups = {
+            "GUARANTEE": _paragraphs(self._guarantee()),
+            "AGAINST WHOM": _table(self.adversaries),
+            "HOW": _paragraphs(self._how()),
+            "CLIENTS": _paragraphs([] if self.clients is None else self.clients.lines()),
+            "ASSUMPTIONS": _paragraphs(self.assumptions, mark="{}. "),
+            "NOT COVERED": _paragraphs(self.not_covered, mark="- "),
+            "INCIDENTS": _paragraphs(happened, mark="- " if self.incidents else ""),
+        }
+        texts = [f"{title:{_TITLE_WIDTH}}" + f"\n{'':{_TITLE_WIDTH}}".join(lines) for title, lines in groups.items() if lines]
+        return "\n\n".join([f"Privacy statement: {self.method}", *texts])
+
+    def _guarantee(self) -> list[str]:
         if self.private:
-            tight = "" if self.accountant.startswith("selection-") else "tight, "  # of a choice it is a bound
-            spent = f"({epsilon_in_words(self.epsilon)}, {delta_in_words(self.delta)})-differential privacy for each {self.unit}"
-            promise = f"{spent} ({self.relation}; {tight}accountant {self.accountant}), over {self.num_rounds} rounds."
+            promise = f"({format_epsilon(self.epsilon)}, {format_delta(self.delta)})-differential privacy ({self.relation})"
+            charged = f"{self.num_charged_rounds} charged round{'s' * (self.num_charged_rounds != 1)}"
+            if self.accountant.startswith("selection-"):  # it covers the choice, not the rounds of the chosen run alone
+                charged = f"the choice among K runs; the chosen run has {charged}"
+            proof = f"Upper bound (accountant {self.accountant}) for {charged}."
+            lines = [f"Each {self.unit} has {promise}.", proof]
         else:
-            promise = f"NOT PRIVATE. No differential-privacy guarantee holds for any {self.unit}: epsilon is infinite."
-        lines = [
-            f"Privacy statement: {self.method}",
-            promise,
-            f"Protected against: {self.adversary}",
-            f"Sampling: {self.sampling}",
-            "Noise: " + ", ".join(f"{name.replace('_', ' ')} {value:.6g}" for name, value in self.noise.items()),
-        ]
-        if self.paper is not None and not any(adversary.paper for adversary in self.adversaries):
-            lines.append(_paper_line(self.paper))
-        if self.parts:
-            alone = ", ".join(f"{name} {epsilon_in_words(value)}" for name, value in self.parts.items())
-            lines.append(f"Each part alone: {alone}; together {epsilon_in_words(self.epsilon)}")
-        for alike in _alike(self.adversaries):
-            one = alike[0]
-            seen = "; ".join(f"{entry.name}{' (trusted)' if one.trusted else ''}: {entry.sees}" for entry in alike)
-            proved = f"tight epsilon {epsilon_in_words(one.epsilon)}, accountant {one.accountant}"
-            lines.append(f"Against {seen}: {proved}, noise std {one.noise_std:.6g}")
-            if one.paper is not None:
-                lines.append("  " + _paper_line(one.paper))
-        if self.clients is not None:
-            costs = self.clients
-            least, middle, most = (epsilon_in_words(one) for one in (costs.minimum, costs.median, costs.maximum))
-            if least == most:
-                lines.append(f"Over {costs.count} clients: epsilon {most} for each of them")
-            else:
-                spread = f"at least {least}, median {middle}, at most {most} ({costs.worst})"
-                lines.append(f"Over {costs.count} clients: epsilon {spread}")
-                lines += _by_client("Each client", costs.each)
-            lines += _by_client("Each client's evaluations alone", costs.evaluation)
-        if self.joint is not None:
-            lines.append(str(self.joint))
-        lists = {"Assumes": self.assumptions, "Not covered": self.not_covered, "Happened": self.incidents}
-        return "\n".join([*lines, *(f"{title}: {item}" for title, items in lists.items() for item in items)])
+            lines = [f"NOT PRIVATE. Epsilon is infinite: no guarantee is stated for any {self.unit}."]
+        if not self.adversaries:  # else their table says it
+            lines.append(f"Protected against: {self.protected_against}.")
+        if self.epsilon_by_release:
+            alone = ", ".join(f"{name} {format_epsilon(value)}" for name, value in self.epsilon_by_release.items())
+            lines.append(f"Each release alone: {alone}; together {format_epsilon(self.epsilon)}.")
+        return lines if self.joint is None else [*lines, str(self.joint)]
+
+    def _how(self) -> list[str]:
+        noise = ", ".join(f"{name.replace('_', ' ')} {value:.6g}" for name, value in self.noise.items())
+        papers = {f" against {each.name}": each.paper_epsilon for each in self.adversaries if each.paper_epsilon is not None}
+        if not papers and self.paper_epsilon is not None:
+            papers = {"": self.paper_epsilon}
+        shown = [f"Paper's epsilon{against}: {paper}." for against, paper in papers.items()]
+        return [f"Sampling: {self.sampling}.", f"Noise: {noise}.", *shown]
+
+
+def _paragraphs(texts: Iterable[str], *, mark: str = "") -> list[str]:
+    """Return texts as wrapped lines; `mark` stands before each text, with its number in place of braces."""
+    return [line for number, text in enumerate(texts, 1) for line in _wrapped(text, mark.format(number))]
+
+
+def _wrapped(text: str, before: str) -> list[str]:
+    """Return the lines of a text, the first one behind `before`, the others below it."""
+    width = _WIDTH - _TITLE_WIDTH - len(before)
+    lines = textwrap.wrap(text, width, break_long_words=False, break_on_hyphens=False)
+    return [f"{' ' * len(before) if number else before}{line}" for number, line in enumerate(lines)]
+
+
+def _table(adversaries: Sequence[Adversary]) -> list[str]:
+    """Return a row for each adversary: epsilon, noise, accountant and view."""
+    if not adversaries:
+        return []
+    rows = [("", "epsilon", "noise std", "accountant", "sees")] + [
+        (
+            f"{adversary.name}{' (TRUSTED)' * adversary.trusted}",
+            format_epsilon(adversary.epsilon),
+            f"{adversary.lowest_noise_std:.6g}",
+            adversary.accountant,
+            adversary.view,
+        )
+        for adversary in adversaries
+    ]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)][:-1]
+    lines = [
+        line
+        for *cells, view in rows
+        for line in _wrapped(view, "".join(f"{cell:{width}}  " for cell, width in zip(cells, widths, strict=True)))
+    ]
+    trusted = [adversary for adversary in adversaries if adversary.trusted]
+    return lines + [line for adversary in trusted for line in _wrapped(_trust_in(adversary), "")]
+
+
+def _trust_in(adversary: Adversary) -> str:
+    """Return what an adversary is trusted with. Its own epsilon, if it is finite, is no part of the guarantee."""
+    if not math.isfinite(adversary.epsilon):
+        return f"TRUSTED: no protection is claimed against {adversary.name}."
+    alone = "its row is what a noise share alone proves"
+    return f"TRUSTED not to look at single messages: no guarantee covers {adversary.name}; {alone}."
 
 
 def _by_client(title: str, epsilons: Mapping[str, float]) -> list[str]:
     """Return a line of the clients' epsilons, with one number if all are shown alike; no line without clients."""
-    shown = {name: epsilon_in_words(value) for name, value in epsilons.items()}
+    shown = {name: format_epsilon(value) for name, value in epsilons.items()}
     if len(shown) > 1 and len(set(shown.values())) == 1:
-        return [f"{title}: {next(iter(shown.values()))}"]
-    return [f"{title}: " + ", ".join(f"{name} {value}" for name, value in shown.items())] if shown else []
-
-
-def _alike(adversaries: Sequence[Adversary]) -> list[list[Adversary]]:
-    """Return adversaries in groups against whom the same is proved, in order."""
-    return [list(alike) for _, alike in groupby(adversaries, key=lambda one: replace(one, name="", sees=""))]
-
-
-def _paper_line(paper: PaperEpsilon) -> str:
-    state = "valid here" if paper.valid else "NOT VALID here"
-    return f"The paper's own epsilon: {epsilon_in_words(paper.epsilon)} ({paper.formula}; {state}: {paper.reason})"
+        return [f"{title}: {next(iter(shown.values()))}."]
+    return [f"{title}: " + ", ".join(f"{name} {value}" for name, value in shown.items()) + "."] if shown else []

@@ -1,1 +1,1 @@
-"""Comparison of runs, and figures."""
+"""Tables and figures of recorded runs."""

@@ -1,4 +1,4 @@
-"""What all figures share: an empty figure, colours, and a file that is written whole or not at all."""
+"""The common parts of all figures: an empty figure, colors, and a file that is written completely or not at all."""
 
 import io
 import os
@@ -17,43 +17,43 @@ from matplotlib.figure import Figure
 
 from flower_dp.running.run_folder import write_whole
 
-# Okabe and Ito's colours, which colour-blind readers can distinguish, without the yellow, which is hard to see on white.
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000")
+# Okabe and Ito's colors, which color-blind readers can distinguish; without yellow, which is hard to see on white.
+COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000")
 STYLES = ("-", "--", "-.", ":")
-_LACKS = re.compile(r"Glyph (\d+) .*missing from", re.DOTALL)  # what matplotlib warns of, once a letter
+_LACKS = re.compile(r"Glyph (\d+) .*missing from", re.DOTALL)  # matplotlib's warning, once for each letter
 
 
 def empty(width: float, height: float) -> Figure:
-    """Return an empty figure of some inches."""
+    """Return an empty figure of this size in inches."""
     figure = Figure(figsize=(width, height), dpi=150, layout="constrained")
     FigureCanvasAgg(figure)
     return figure
 
 
-def look(place: int, style: int | None = None) -> dict[str, Any]:
-    """Return colour and style of the line at a place among many; `style` is the place among those of one colour."""
-    style = place // len(COLOURS) if style is None else style
-    return {"color": COLOURS[place % len(COLOURS)], "linestyle": STYLES[style % len(STYLES)]}
+def look(index: int, style: int | None = None) -> dict[str, Any]:
+    """Return color and style of the line with an index; `style` is its index among the lines of its color."""
+    style = index // len(COLORS) if style is None else style
+    return {"color": COLORS[index % len(COLORS)], "linestyle": STYLES[style % len(STYLES)]}
 
 
 def entry(lines: Sequence[str]) -> str:
-    """Return lines as the text of a legend's entry; matplotlib leaves out an empty one and one that begins with an underscore."""
+    """Return lines as a legend's entry, with a space where matplotlib would drop it: before an underscore, or in an empty one."""
     text = "\n".join(lines)
     return f" {text}" if not text or text.startswith("_") else text
 
 
 def save(figure: Figure, path: str | os.PathLike[str], option: str = "--output") -> None:
-    """Write a figure to a file, completely or not at all; the name's suffix says of which type.
+    """Write a figure to a file, completely or not at all; the name's suffix gives the type.
 
     Letters that the font lacks are boxes in the figure; a line on standard error names them.
 
     Raises:
-        ValueError: if matplotlib writes no such file, or it can't be written.
+        ValueError: if matplotlib can't write this type, or the file can't be written.
     """
     target = file(path, option)
     buffer = io.BytesIO()
     try:
-        # Type 42: many journals refuse matplotlib's own choice, type 3.
+        # Type 42: many journals refuse type 3, matplotlib's default.
         with rc_context({"pdf.fonttype": 42, "ps.fonttype": 42}), _lacking_letters_named():
             figure.savefig(buffer, format=target.suffix[1:].lower())
         write_whole(target, buffer.getvalue())
@@ -62,26 +62,26 @@ def save(figure: Figure, path: str | os.PathLike[str], option: str = "--output")
 
 
 def file(path: str | os.PathLike[str], option: str = "--output") -> Path:
-    """Return the path of a file of any type that matplotlib writes.
+    """Return the path of a figure's file.
 
     Raises:
-        ValueError: if its name ends in none of them.
+        ValueError: if matplotlib can't write a file of this type.
     """
     target = Path(path).expanduser()
     known = sorted(FigureCanvasBase.get_supported_filetypes())
     if target.suffix[1:].lower() not in known:
-        raise ValueError(f"{option}={path}: must end in one of {', '.join(f'.{suffix}' for suffix in known)}")
+        raise ValueError(f"{option}={path}: must end in a type that matplotlib writes, such as .pdf, .png or .svg")
     return target
 
 
 @contextmanager
 def _lacking_letters_named() -> Iterator[None]:
-    """Name all letters that the font lacks in one line, in place of matplotlib's warning for each; other warnings stay."""
-    with warnings.catch_warnings(record=True) as seen:
+    """Replace matplotlib's warnings of letters that the font lacks by one line; let other warnings pass."""
+    with warnings.catch_warnings(record=True) as recorded:
         warnings.simplefilter("always", UserWarning)
         yield
     letters: dict[str, None] = {}
-    for warning in seen:
+    for warning in recorded:
         if lacks := _LACKS.match(str(warning.message)):
             letters[chr(int(lacks[1]))] = None
         else:
@@ -89,5 +89,5 @@ def _lacking_letters_named() -> Iterator[None]:
     if letters:
         sys.stderr.write(
             f"note: the figure has boxes in place of {' '.join(letters)}, which matplotlib's font lacks; "
-            "name a font that has them as font.family in a file matplotlibrc of the folder that you call from\n"
+            "set font.family in a file matplotlibrc of the current folder to a font that has them\n"
         )

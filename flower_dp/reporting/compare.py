@@ -1,4 +1,4 @@
-"""Comparison of finished runs. Runs that differ only in the seed form one curve."""
+"""Comparison of recorded runs. Runs that differ only in the seed form one curve."""
 
 import math
 import os
@@ -11,25 +11,34 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from flower_dp.core import columns
-from flower_dp.core.words import digits_in_words
+from flower_dp.core import metric_columns
+from flower_dp.core.formatting import format_rounded_up
 from flower_dp.reporting import labels
 from flower_dp.reporting.past_run import check_each_once, read_past_run
 from flower_dp.running import run_folder as run_folders
 from flower_dp.running.progress import private_quantity
 
 _IN_BRACES = r"\{([\w.-]+)\}"
-# Settings whose values say which records a run is tested with, but for the tables of tasks.
+# Settings that decide a run's test records, besides the tables of tasks.
 _TESTS = ("task", "data-dir", "test-ratio", "data-fn", "evaluate-fn")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
-    """One run. `values` holds the metric by round, NaN where it was not finite; `spent` the epsilon by round.
+class ComparedRun:
+    """One run to compare.
 
-    `clip_norms` holds the clip norm by round, where it moved. `epsilon` is the statement's, or for an unfinished run the last one
-    recorded; infinite: not private. `unit` is what it protects, with the relation, and `adversary` against whom, as the statement
-    says. `private` holds the last value and standard error of each metric of private evaluations.
+    Attributes:
+        folder: the run folder.
+        config: settings by run-config key.
+        values: the metric by round; NaN if it was not finite.
+        spent: epsilon spent by round.
+        clip_norms: clip norm by round, if it is adaptive.
+        epsilon: the statement's epsilon, or the last one recorded if the run is unfinished; infinite if not private.
+        delta: probability bound of `epsilon`, or None.
+        unit: unit of privacy and neighboring relation.
+        protected_against: adversaries, as the statement names them.
+        finished: whether the run has ended with a final model.
+        private: last value and standard error of each metric of private evaluations.
     """
 
     folder: Path
@@ -40,26 +49,33 @@ class Run:
     epsilon: float
     delta: float | None
     unit: str
-    adversary: str
+    protected_against: str
     finished: bool
     private: Mapping[str, tuple[float, float]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Curve:
-    """Runs of the same settings: mean and standard deviation (n - 1) of the metric over runs, at the rounds that all have.
+    """A curve: the metric of runs with the same settings, at the rounds that all of them have.
 
-    `std` is zero if there is only one run; `spent` is the largest epsilon of the runs at each round, infinite if a run is not
-    private; `clip_norms` is the mean clip norm at each round, NaN where none was recorded. `line` is the same for curves that
-    differ in how much noise there is, or for those of one group; `differ` holds the settings in which the curves of a comparison
-    differ, `left_out` those of them that no label has.
+    Attributes:
+        label: label of the curve.
+        line: name of the curve's line: that of all curves that differ only in the noise, or of one group.
+        differ: settings in which the curves of a comparison differ.
+        left_out: those of these settings that no label has.
+        runs: the runs.
+        rounds: rounds that all runs have.
+        mean: mean of the metric over runs, by round.
+        std: standard deviation (n - 1) over runs, by round; zero for a single run.
+        spent: largest epsilon of the runs, by round; infinite if a run is not private.
+        clip_norms: mean clip norm, by round; NaN if none was recorded.
     """
 
     label: str
     line: str
     differ: Mapping[str, Any]
     left_out: tuple[str, ...]
-    runs: tuple[Run, ...]
+    runs: tuple[ComparedRun, ...]
     rounds: NDArray[np.int64]
     mean: NDArray[np.float64]
     std: NDArray[np.float64]
@@ -76,35 +92,35 @@ class Curve:
         """Whether every run is private."""
         return math.isfinite(self.epsilon)
 
-    def epsilon_in_words(self) -> str:
+    def format_epsilon(self) -> str:
         """Return the epsilon as text for tables and figures, rounded up to four digits."""
-        return digits_in_words(self.epsilon, 4) if self.private else "not private"
+        return format_rounded_up(self.epsilon, 4) if self.private else "not private"
 
 
-def read_run(folder: str | os.PathLike[str], metric: str, *, allow_unfinished: bool = False) -> Run:
+def read_run(folder: str | os.PathLike[str], metric: str, *, include_unfinished: bool = False) -> ComparedRun:
     """Read a run folder.
 
     Args:
-        folder: as `flower-dp run` writes it.
-        metric: a key of `metrics.jsonl`.
-        allow_unfinished: accept a run without a final model, with the rounds that it has.
+        folder: run folder that `flower-dp run` has written.
+        metric: key of `metrics.jsonl`.
+        include_unfinished: whether to accept a run without a final model, with its rounds so far.
 
     Raises:
-        ValueError: naming the folder, if it is not a run folder, was not finished or never recorded the metric.
+        ValueError: naming the folder, if it is not a run folder, was not finished, or never recorded the metric.
     """
     past = read_past_run(folder)
-    rows, statement = past.rows, past.statement
+    rows, guarantee = past.rows, past.guarantee
     values = past.series(metric)
     if not values:
-        numbers = (key for row in rows for key, value in row.items() if columns.number(value))
-        there = ", ".join(dict.fromkeys(key for key in numbers if key not in ("round", "num-rounds"))) or "no metric"
-        raise ValueError(f"{folder}: has no {metric} in {run_folders.METRICS}, but {there}: set --metric")
-    if not past.finished and not allow_unfinished:
-        why = f"no {run_folders.MODEL}" if not (past.folder / run_folders.MODEL).is_file() else "its model is of a checkpoint"
-        raise ValueError(f"{folder}: the run was not finished ({why}); set --allow-unfinished to use it")
+        numbers = (key for row in rows for key, value in row.items() if metric_columns.number(value))
+        known = ", ".join(dict.fromkeys(key for key in numbers if key not in ("round", "num-rounds"))) or "no metric"
+        raise ValueError(f"{folder}: has no {metric} in {run_folders.METRICS}, but {known}; set --metric")
+    if not past.finished and not include_unfinished:
+        reason = f"no {run_folders.MODEL}" if not (past.folder / run_folders.MODEL).is_file() else "its model is of a checkpoint"
+        raise ValueError(f"{folder}: the run was not finished ({reason}); set --include-unfinished to use it")
     spent = past.series("epsilon", otherwise=math.inf)
-    epsilon = past.epsilon if past.finished or statement else max(spent.values(), default=math.inf)
-    return Run(
+    epsilon = past.epsilon if past.finished or past.statement else max(spent.values(), default=math.inf)
+    return ComparedRun(
         folder=past.folder,
         config=past.config,
         values=values,
@@ -112,97 +128,99 @@ def read_run(folder: str | os.PathLike[str], metric: str, *, allow_unfinished: b
         clip_norms=past.series("clip-norm"),
         epsilon=epsilon,
         delta=past.delta,
-        unit=", ".join(str(statement[key]) for key in ("unit", "relation") if key in statement) or "unknown",
-        adversary=str(statement.get("adversary", "unknown")),
+        unit=", ".join(str(guarantee[key]) for key in ("unit", "relation") if key in guarantee) or "unknown",
+        protected_against=str(guarantee.get("protected_against", "unknown")),
         finished=past.finished,
-        private=columns.private({name: value for row in rows for name, value in row.items()}),
+        private=metric_columns.private({name: value for row in rows for name, value in row.items()}),
     )
 
 
-def curves_of(runs: Sequence[Run], metric: str, *, names: Sequence[str] = (), by: Sequence[str] = ()) -> list[Curve]:
-    """Group runs into curves, in the order in which their settings first occur; those that differ in the noise alone by epsilon.
+def curves_of(
+    runs: Sequence[ComparedRun], metric: str, *, names: Sequence[str] = (), group_by: Sequence[str] = ()
+) -> list[Curve]:
+    """Group runs into curves, in the order in which their settings first occur; curves of other noise alone by epsilon.
 
     Args:
-        runs: the runs; those whose settings differ in nothing but the seed, or in what their method does not read, are one curve.
-        metric: of the curves.
-        names: names of one's own, one for each run or one for each curve, or one with settings in braces, as "{method}", for all.
-            Curves with one name are told apart by their settings.
-        by: settings by which curves are grouped.
+        runs: runs; those that differ only in the seed, or in settings that their method does not read, form one curve.
+        metric: metric of the curves.
+        names: the user's names, one for each run or for each curve; or one for all, with settings in braces, as "{method}".
+            Settings tell curves of one name apart.
+        group_by: settings that group curves.
 
     Raises:
-        ValueError: naming the folder, if it is given twice or shares no round with the others of its curve; naming the option,
-            if there are too many or too few names, or no run has a setting.
+        ValueError: naming the folder, if it is given twice or shares no round with the others of its curve; or naming the
+            option, if there are too many or too few names, or no run has a setting.
     """
     check_each_once(run.folder for run in runs)
     if len(names) == 1 and re.search(_IN_BRACES, names[0]):
         names = [_filled(names[0], run.config) for run in runs]
     each = names if len(names) == len(runs) else [""] * len(runs)
-    groups: dict[tuple[str, str], list[Run]] = {}
+    groups: dict[tuple[str, str], list[ComparedRun]] = {}
     for run, name in zip(runs, each, strict=True):
-        settings = sorted(labels.setting(key, {key: value}) for key, value in labels.what_is_read(run.config).items())
+        settings = sorted(labels.setting(key, {key: value}) for key, value in labels.read_settings(run.config).items())
         groups.setdefault((name, "\n".join(settings)), []).append(run)
     places = _lines_of([group[0].config for group in groups.values()])
     largest = [max(run.epsilon for run in group) for group in groups.values()]
-    order = sorted(zip(places, largest, groups.items(), strict=True), key=lambda one: (places.index(one[0]), one[1]))
+    order = sorted(zip(places, largest, groups.items(), strict=True), key=lambda curve: (places.index(curve[0]), curve[1]))
     groups = dict(group for _, _, group in order)
-    own = [name for name, _ in groups] if names else []
+    given = [name for name, _ in groups] if names else []
     if names and len(names) != len(runs):
         if len(names) != len(groups):
             raise ValueError(
-                f"--label: there are {len(names)}; must be one for each of {len(runs)} runs or of {len(groups)} curves"
+                f"--label: given {len(names)} times; must be one for each of {len(runs)} runs or of {len(groups)} curves"
             )
-        own = list(names)
+        given = list(names)
     configs = [group[0].config for group in groups.values()]
-    for key in by:
+    for key in group_by:
         if all(labels.find(key, config) is None for config in configs):
-            raise ValueError(f"--by {key}: no run has this setting")
-    legend = labels.legend_of(configs, by)
-    texts = _with_names(own, configs) if own else legend.labels
-    lines = own or _lines_of(configs)
-    if by:
-        lines = [", ".join(labels.setting(key, config) for key in by) for config in configs]
+            raise ValueError(f"--group-by={key}: must be a setting of a run")
+    legend = labels.legend_of(configs, group_by)
+    texts = _with_names(given, configs) if given else legend.labels
+    lines = given or _lines_of(configs)
+    if group_by:
+        lines = [", ".join(labels.setting(key, config) for key in group_by) for config in configs]
     return [
-        _curve(group, metric, label=label, line=line, differ=differ, left_out=() if own else tuple(legend.left_out))
+        _curve(group, metric, label=label, line=line, differ=differ, left_out=() if given else tuple(legend.left_out))
         for label, line, differ, group in zip(texts, lines, legend.differ, groups.values(), strict=True)
     ]
 
 
 def _filled(name: str, config: Mapping[str, Any]) -> str:
-    """Return a name with the values of its settings in braces."""
+    """Return a name with values in place of the settings in braces."""
 
-    def value(found: re.Match[str]) -> str:
-        if labels.find(key := found.group(1), config) is None:
-            raise ValueError(f"--label {name}: a run has no setting {key}")
+    def value(match: re.Match[str]) -> str:
+        if labels.find(key := match.group(1), config) is None:
+            raise ValueError(f"--label={name}: {key} must be a setting of every run")
         return labels.setting(key, config).partition("=")[2]
 
     return re.sub(_IN_BRACES, value, name)
 
 
 def _with_names(names: Sequence[str], configs: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return names, with what tells apart the curves that share one."""
-    found = list(names)
+    """Return names. To names that several curves share, add the settings that tell these curves apart."""
+    texts = list(names)
     for name in set(names):
-        places = [place for place, other in enumerate(names) if other == name]
-        if len(places) > 1:
-            for place, label in zip(places, labels.labels_of([configs[place] for place in places]), strict=True):
-                found[place] = f"{name}, {label}"
-    return found
+        indices = [index for index, other in enumerate(names) if other == name]
+        if len(indices) > 1:
+            for index, label in zip(indices, labels.labels_of([configs[index] for index in indices]), strict=True):
+                texts[index] = f"{name}, {label}"
+    return texts
 
 
 def _lines_of(configs: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return a label for each configuration that leaves out how much noise there is."""
+    """Return a label for each configuration, without the settings of the amount of noise."""
     rest = [
-        {key: value for key, value in labels.what_is_read(config).items() if key.rpartition(".")[2] not in labels.NOISE}
+        {key: value for key, value in labels.read_settings(config).items() if key.rpartition(".")[2] not in labels.NOISE}
         for config in configs
     ]
     kinds = [sorted(labels.setting(key, config) for key in config) for config in rest]
-    first = {str(kind): place for place, kind in reversed(list(enumerate(kinds)))}
-    named = dict(zip(first, labels.labels_of([rest[place] for place in first.values()]), strict=True))
+    first = {str(kind): index for index, kind in reversed(list(enumerate(kinds)))}
+    named = dict(zip(first, labels.labels_of([rest[index] for index in first.values()]), strict=True))
     return [named[str(kind)] for kind in kinds]
 
 
 def notes(curves: Sequence[Curve]) -> list[str]:
-    """Return notes that a reader of the table needs."""
+    """Return the notes that belong below a table."""
     lines = [
         f"{run.folder}: not finished; its rounds so far are used" for curve in curves for run in curve.runs if not run.finished
     ]
@@ -213,39 +231,39 @@ def notes(curves: Sequence[Curve]) -> list[str]:
     apart = "don't compare them with each other"
     if len({(run.delta, run.unit) for run in private}) > 1:
         lines.append(f"the epsilons hold for different deltas or protect different units: {apart}")
-    if len(adversaries := dict.fromkeys(run.adversary for run in private)) > 1:
+    if len(adversaries := dict.fromkeys(run.protected_against for run in private)) > 1:
         lines.append(f"the epsilons hold against different adversaries ({'; or '.join(adversaries)}): {apart}")
     if other := _tested_otherwise([curve.runs[0].config for curve in curves]):
         lines.append(
             f"the runs are tested on different records ({'; '.join(other)}): don't compare their metrics with each other"
         )
     for curve in curves:
-        if told := _private(curve):
-            lines.append(f"{curve.label}: {', '.join(told)}, which is charged")
+        if private_metrics := _private(curve):
+            lines.append(f"{curve.label}: {', '.join(private_metrics)}; these evaluations are charged")
     if keys := curves[0].left_out:
         lines.append(f"the curves also differ in {'; '.join(_values(key, curves) for key in keys)}")
     return lines
 
 
 def _private(curve: Curve) -> list[str]:
-    """Return the last values of a curve's private evaluations, means over its runs, as text."""
+    """Return the last values of a curve's private evaluations, as means over its runs, as text."""
     names = dict.fromkeys(name for run in curve.runs for name in run.private)
-    found = {name: [run.private[name] for run in curve.runs if name in run.private] for name in names}
+    values = {name: [run.private[name] for run in curve.runs if name in run.private] for name in names}
     return [
         private_quantity(name, sum(value for value, _ in of) / len(of), math.hypot(*(error for _, error in of)) / len(of))
-        for name, of in found.items()
+        for name, of in values.items()
     ]
 
 
 def _tested_otherwise(configs: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return the settings in which runs differ, and that say which records they are tested with."""
+    """Return the settings of test records in which runs differ, with their values."""
     tasks = {str(config["task"]) for config in configs if "task" in config}
-    # One folder or another may hold the same records; none means those that packages carry.
+    # Two folders may hold the same records; no folder means the records that packages carry.
     configs = [{**config, "data-dir": "a folder" if config.get("data-dir") else ""} for config in configs]
     keys = dict.fromkeys(key for config in configs for key in config if key in _TESTS or key.rpartition(".")[0] in tasks)
-    found = {key: list(dict.fromkeys(labels.setting(key, config) for config in configs)) for key in keys}
-    differ = {key: texts for key, texts in found.items() if len(texts) > 1}
-    # Another task has other records anyway.
+    values = {key: list(dict.fromkeys(labels.setting(key, config) for config in configs)) for key in keys}
+    differ = {key: texts for key, texts in values.items() if len(texts) > 1}
+    # Different tasks have different records anyway, so name the task alone.
     return [", ".join(texts) for key, texts in differ.items() if "task" not in differ or key == "task"]
 
 
@@ -255,10 +273,10 @@ def _values(key: str, curves: Sequence[Curve]) -> str:
     return f"{key} ({', '.join(values)})"
 
 
-def _curve(runs: Sequence[Run], metric: str, **named: Any) -> Curve:
+def _curve(runs: Sequence[ComparedRun], metric: str, **named: Any) -> Curve:
     common = sorted(set.intersection(*(set(run.values) for run in runs)))
     if not common:
-        raise ValueError(f"{runs[-1].folder}: has no {metric} of a round that the other runs of its curve have")
+        raise ValueError(f"{runs[-1].folder}: has no {metric} of a round that the other runs of its curve have; leave it out")
     values = np.asarray([[run.values[at] for at in common] for run in runs])
     spent = np.asarray([[_spent(run, at) for at in common] for run in runs])
     return Curve(
@@ -272,14 +290,14 @@ def _curve(runs: Sequence[Run], metric: str, **named: Any) -> Curve:
     )
 
 
-def _spent(run: Run, at: int) -> float:
+def _spent(run: ComparedRun, at: int) -> float:
     """Return the last epsilon recorded up to a round; infinite for all rounds of a run that was not private.
 
-    What is recorded by round is an upper bound. The statement's epsilon, of the whole run, holds for each part of it.
+    Epsilons recorded by round are upper bounds. The statement's epsilon, of the whole run, also bounds each part of the run.
     """
     if math.isinf(run.epsilon):
         return math.inf
-    if not run.spent:  # no round tells it, as of a chosen run: each may have cost all of it
+    if not run.spent:  # a privately selected run records no epsilon by round: any round may have cost all of it
         return run.epsilon if at else 0.0
     if min(run.spent) > at:
         return 0.0

@@ -1,4 +1,4 @@
-"""The picture of loss landscapes: one panel of lines, and contours of every run, all on one scale."""
+"""The figure of loss landscapes: one panel of lines, and one of contours for every run, all on one scale."""
 
 import math
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ from matplotlib.colors import LogNorm, Normalize
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
-from flower_dp.core.words import digits_in_words
+from flower_dp.core.formatting import format_rounded_up
 from flower_dp.reporting import canvas
 from flower_dp.reporting.labels import wrapped
 from flower_dp.reporting.landscape import Landscape
@@ -20,7 +20,7 @@ _WIDE = 5.0
 
 
 def figure(landscapes: Sequence[Landscape]) -> Figure:
-    """Return a figure with the losses of all runs along one direction, and of each along two.
+    """Return a figure of the losses of all runs along one direction, and of each run along two.
 
     Raises:
         ValueError: if no loss is finite.
@@ -35,18 +35,18 @@ def figure(landscapes: Sequence[Landscape]) -> Figure:
     result.legend(loc="outside lower center", fontsize="small", ncols=columns, frameon=False)
     norm = LogNorm(levels[0], levels[-1]) if log else Normalize(levels[0], levels[-1])
     shown = every[1:panels]
-    for axes, one in zip(shown, landscapes, strict=True):
-        grid = one.offsets, one.offsets, np.ma.masked_invalid(one.losses)
+    for axes, landscape in zip(shown, landscapes, strict=True):
+        grid = landscape.offsets, landscape.offsets, np.ma.masked_invalid(landscape.losses)
         filled = axes.contourf(*grid, levels=levels, norm=norm, cmap="viridis")
         axes.contour(*grid, levels=levels, colors="white", linewidths=0.4)
         axes.plot(0, 0, marker="+", color="white", markersize=8)
-        axes.set_title("\n".join(_entry(one)), fontsize="small")
+        axes.set_title("\n".join(_entry(landscape)), fontsize="small")
         axes.set(aspect="equal", xlabel="first direction", ylabel="second direction")
     result.colorbar(filled, ax=list(shown), label="test loss", format="%.3g", shrink=0.8)
     for axes in every[panels:]:
         axes.set_axis_off()
     result.suptitle(
-        f"Loss on {landscapes[0].num_records} test records around final models (+), along random directions normalised filter by "
+        f"Loss on {landscapes[0].num_records} test records around final models (+), along random directions normalized filter by "
         "filter",
         fontsize="medium",
     )
@@ -54,8 +54,8 @@ def figure(landscapes: Sequence[Landscape]) -> Figure:
 
 
 def _draw_lines(axes: Axes, landscapes: Sequence[Landscape], levels: NDArray[np.float64], *, log: bool) -> None:
-    for place, one in enumerate(landscapes):
-        axes.plot(one.offsets, one.line, label=canvas.entry(_entry(one)), **canvas.look(place))
+    for index, landscape in enumerate(landscapes):
+        axes.plot(landscape.offsets, landscape.line, label=canvas.entry(_entry(landscape)), **canvas.look(index))
     if log:
         axes.set_yscale("log")
         axes.yaxis.set_major_formatter("{x:.3g}")
@@ -65,11 +65,11 @@ def _draw_lines(axes: Axes, landscapes: Sequence[Landscape], levels: NDArray[np.
 
 
 def _scale(landscapes: Sequence[Landscape]) -> tuple[NDArray[np.float64], bool]:
-    """Return the contour levels of all runs, increasing, and whether they are logarithmic."""
-    values = np.concatenate([one.losses.ravel() for one in landscapes])
+    """Return the common contour levels of all runs, increasing, and whether they are logarithmic."""
+    values = np.concatenate([landscape.losses.ravel() for landscape in landscapes])
     values = values[np.isfinite(values)]
     if not values.size:
-        raise ValueError("losses: none is finite")
+        raise ValueError("losses: one or more must be finite; set a smaller --distance")
     low, high = float(values.min()), float(values.max())
     if low == high:
         low, high = low - 0.5, high + 0.5
@@ -77,7 +77,7 @@ def _scale(landscapes: Sequence[Landscape]) -> tuple[NDArray[np.float64], bool]:
     return (np.geomspace if log else np.linspace)(low, high, _LEVELS), log
 
 
-def _entry(one: Landscape) -> list[str]:
-    """Return a run's label, with its loss and whether it is private."""
-    private = f"tight epsilon {digits_in_words(one.epsilon, 4)}" if math.isfinite(one.epsilon) else "not private"
-    return [*wrapped(one.label), f"loss {one.here:.4g}, {private}"]
+def _entry(landscape: Landscape) -> list[str]:
+    """Return a run's label, loss and epsilon."""
+    private = f"epsilon {format_rounded_up(landscape.epsilon, 4)}" if math.isfinite(landscape.epsilon) else "not private"
+    return [*wrapped(landscape.label), f"loss {landscape.here:.4g}, {private}"]

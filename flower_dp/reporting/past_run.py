@@ -1,4 +1,4 @@
-"""A run of the past, read back from its folder, which may be somebody else's: its texts go to terminals and figures."""
+"""The contents of a recorded run's folder, which may be somebody else's: its texts go to terminals and figures."""
 
 import math
 import os
@@ -12,26 +12,27 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from flower_dp.core import checks, columns
+from flower_dp.core import checks, metric_columns
+from flower_dp.privacy.statement import FORMAT
 from flower_dp.running import run_folder
-from flower_dp.running.trained_model import loaded
+from flower_dp.running.trained_model import load_arrays
 
-# Unicode's categories of what is no part of a text, or no character: a half of one, which JSON can hold, can't be shown.
-# `checks.one_line` leaves no space but the ASCII one, which paths among the settings may have.
+# Unicode's categories of controls, separators and halves of characters, which JSON can hold but no terminal can show.
+# `checks.one_line` would also change non-ASCII spaces, which paths among the settings may have.
 _CONTROLS = ("Cc", "Cf", "Cs", "Zl", "Zp")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PastRun:
+class RunContents:
     """The contents of a run folder.
 
     Attributes:
-        folder: where it is.
-        config: its settings, by run-config key; what no run-config can hold is there as text.
-        rows: the lines of its metrics, oldest first.
-        statement: its privacy statement as JSON has it; empty while there is none. In texts of all three, what controls a
-            terminal, or the direction of text, is a space.
-        finished: whether it has ended, with a final model.
+        folder: path of the folder.
+        config: settings by run-config key; values that no run-config can hold are texts.
+        rows: lines of `metrics.jsonl`, oldest first.
+        statement: privacy statement as in its JSON file; empty if there is none. In the texts of all three, a space replaces
+            every character that controls a terminal or the direction of text.
+        finished: whether the run has ended with a final model.
     """
 
     folder: Path
@@ -41,30 +42,36 @@ class PastRun:
     finished: bool
 
     @property
+    def guarantee(self) -> Mapping[str, Any]:
+        """The statement's group of this name; empty if there is no statement."""
+        guarantee: Mapping[str, Any] = self.statement.get("guarantee", {})
+        return guarantee
+
+    @property
     def epsilon(self) -> float:
-        """The statement's tight epsilon; infinite: not private."""
-        return _number(self.statement.get("epsilon"), math.inf) if self.statement.get("private") is True else math.inf
+        """The statement's epsilon; infinite if not private."""
+        return _number(self.guarantee.get("epsilon"), math.inf) if self.guarantee.get("private") is True else math.inf
 
     @property
     def delta(self) -> float | None:
-        """The delta at which epsilon holds, of the statement or else of the last line; None for none."""
-        delta = self.statement.get("delta", self.rows[-1].get("delta") if self.rows else None)
-        return delta if columns.number(delta) and math.isfinite(delta) else None
+        """The delta of epsilon, from the statement or else the last line; None if neither has one."""
+        delta = self.guarantee.get("delta", self.rows[-1].get("delta") if self.rows else None)
+        return delta if metric_columns.number(delta) and math.isfinite(delta) else None
 
     def series(self, metric: str, *, otherwise: float = math.nan) -> dict[int, float]:
-        """Return a metric by round, where it was recorded; `otherwise` where it was not finite."""
+        """Return a metric by round, if recorded; `otherwise` stands for a value that was not finite."""
         return {int(row["round"]): _number(row[metric], otherwise) for row in self.rows if "round" in row and metric in row}
 
     def model(self) -> dict[str, NDArray[np.generic]]:
         """Return the named arrays of the final model.
 
         Raises:
-            ValueError: naming the folder, if there is none.
+            ValueError: naming the folder, if there is no final model.
         """
         if not self.finished:
-            raise ValueError(f"{self.folder}: the run was not finished: it has no final {run_folder.MODEL}")
+            raise ValueError(f"{self.folder}: the run was not finished; it has no final {run_folder.MODEL}")
         file = self.folder / run_folder.MODEL
-        return loaded(file, file.read_bytes())
+        return load_arrays(file, file.read_bytes())
 
 
 def check_each_once(folders: Iterable[Path]) -> None:
@@ -75,24 +82,24 @@ def check_each_once(folders: Iterable[Path]) -> None:
     """
     seen: set[Path] = set()
     for folder in folders:
-        if (place := folder.resolve()) in seen:
+        if (path := folder.resolve()) in seen:
             raise ValueError(f"{folder}: is given twice")
-        seen.add(place)
+        seen.add(path)
 
 
-def read_past_run(folder: str | os.PathLike[str]) -> PastRun:
-    """Read a run folder, as `flower-dp run` and `record_run` write it.
+def read_past_run(folder: str | os.PathLike[str]) -> RunContents:
+    """Read a run folder of `flower-dp run` or `record_run`.
 
     Raises:
         ValueError: naming the folder, if it is not a run folder.
     """
     path = Path(folder).expanduser()
     if not (path / run_folder.CONFIG).is_file():
-        raise ValueError(f"{folder}: is not a run folder: it has no {run_folder.CONFIG}")
+        raise ValueError(f"{folder}: must be a run folder; it has no {run_folder.CONFIG}")
     try:
         stated, config = path / run_folder.STATEMENT_JSON, tomllib.loads((path / run_folder.CONFIG).read_text(encoding="utf-8"))
         flat = {key: value if isinstance(value, str | int | float) else str(value) for key, value in config.items()}
-        return PastRun(
+        return RunContents(
             folder=path,
             config=_harmless(flat),
             rows=_harmless(run_folder.read_metrics(path)),
@@ -105,22 +112,27 @@ def read_past_run(folder: str | os.PathLike[str]) -> PastRun:
 
 def _statement(file: Path) -> dict[str, Any]:
     statement = checks.json_object(file.name, file.read_bytes())
-    if not isinstance(statement.get("noise", {}), dict):
+    if statement.get("format") != FORMAT:
+        raise ValueError(f"{file.name}: must have format {FORMAT}; write it again with: flower-dp statement RUN")
+    for name in ("guarantee", "mechanism"):
+        if not isinstance(statement.setdefault(name, {}), dict):
+            raise ValueError(f"{file.name}: {name} must be a JSON object")
+    if not isinstance(statement["mechanism"].get("noise", {}), dict):
         raise ValueError(f"{file.name}: noise must be a JSON object")
     return statement
 
 
 def _harmless(value: Any) -> Any:
-    """Return what JSON can hold, with spaces for what controls terminals, the direction of text or the end of a line."""
+    """Return a JSON value; spaces replace characters that control terminals, the direction of text or the end of a line."""
     if isinstance(value, str):
-        return "".join(" " if unicodedata.category(one) in _CONTROLS else one for one in value)
+        return "".join(" " if unicodedata.category(letter) in _CONTROLS else letter for letter in value)
     if isinstance(value, list):
-        return [_harmless(one) for one in value]
+        return [_harmless(item) for item in value]
     if isinstance(value, dict):
-        return {_harmless(key): _harmless(one) for key, one in value.items()}
+        return {_harmless(key): _harmless(item) for key, item in value.items()}
     return value
 
 
 def _number(value: Any, otherwise: float) -> float:
-    """Return a recorded number; null stands for what is not finite."""
-    return float(value) if columns.number(value) and math.isfinite(value) else otherwise
+    """Return a recorded number; `otherwise` replaces null, which stands for a number that is not finite."""
+    return float(value) if metric_columns.number(value) and math.isfinite(value) else otherwise

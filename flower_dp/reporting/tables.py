@@ -1,4 +1,4 @@
-"""Tables of a comparison: text, JSON, CSV, LaTeX."""
+"""Tables of a comparison, as text, JSON, CSV, LaTeX or Markdown."""
 
 import csv
 import io
@@ -9,21 +9,21 @@ from functools import partial
 from itertools import zip_longest
 from typing import Any
 
-from flower_dp.core.words import delta_in_words, digits_in_words, epsilon_in_words, finite_or_none
+from flower_dp.core.formatting import finite_or_none, format_delta, format_epsilon, format_rounded_up
 from flower_dp.reporting.compare import Curve
 from flower_dp.reporting.labels import find, wrapped
 
-# Columns that say what an epsilon is worth, and those of them that are texts; the others are numbers, flush right.
+# Columns of the guarantee behind an epsilon, and those of them that are texts; the others are numbers, flush right.
 _GUARANTEE = ("delta", "protects", "against")
 _TEXTS = ("protects", "against")
-_LARGE = 1e5  # epsilons with more digits than a column has
+_LARGE = 1e5  # epsilons from here on are too wide for a column
 _LATEX = {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}"} | {
     sign: "\\" + sign for sign in "&%$#_{}"
 }
 
 
 def text(curves: Sequence[Curve], metric: str, notes: Sequence[str] = (), *, pivot: bool = False) -> str:
-    """Return a table of the curves' last points: label, seeds, last mean +- standard deviation, epsilon, rounds."""
+    """Return a table of the curves' last points as text."""
     heads, rows = _table(curves, metric, " +- ", pivot=pivot)
     lines = [heads]
     for row in rows:
@@ -37,12 +37,12 @@ def text(curves: Sequence[Curve], metric: str, notes: Sequence[str] = (), *, piv
 
 
 def as_json(curves: Sequence[Curve], metric: str, notes: Sequence[str] = ()) -> str:
-    """Return the table as JSON, with the settings that differ and the folders; null: not finite, not private, not known."""
+    """Return the table as JSON, with the settings that differ and the folders; null: not finite, not private or unknown."""
     return json.dumps({"metric": metric, "curves": [_record(curve) for curve in curves], "notes": list(notes)}, indent=2)
 
 
 def as_csv(curves: Sequence[Curve], metric: str, notes: Sequence[str] = ()) -> str:
-    """Return the table as CSV, one line a curve; settings that differ have a column each."""
+    """Return the table as CSV, one line per curve and one column per setting that differs."""
     keys = dict.fromkeys(key for curve in curves for key in curve.differ)
     rows = []
     for curve in curves:
@@ -57,9 +57,9 @@ def as_csv(curves: Sequence[Curve], metric: str, notes: Sequence[str] = ()) -> s
 
 
 def as_latex(curves: Sequence[Curve], metric: str, notes: Sequence[str] = (), *, pivot: bool = False) -> str:
-    """Return the table as a LaTeX `tabular`; it needs the package booktabs."""
+    """Return the table as a LaTeX `tabular` for the package booktabs."""
     heads, rows = _table(curves, metric, " +- ", pivot=pivot)
-    # An adversary is a whole sentence.
+    # The adversary is a whole sentence, so its column wraps.
     sides = ["p{5cm}" if head == "against" else "rl"[text] for head, text in zip(heads, _are_texts(heads), strict=True)]
     first, *body = [" & ".join(map(_escaped, line)) + r" \\" for line in (heads, *rows)]
     lines = [rf"\begin{{tabular}}{{{''.join(sides)}}}", r"\toprule", first, r"\midrule", *body, r"\bottomrule", r"\end{tabular}"]
@@ -75,7 +75,7 @@ def as_markdown(curves: Sequence[Curve], metric: str, notes: Sequence[str] = (),
 
 
 def is_pivot(curves: Sequence[Curve]) -> bool:
-    """Return whether a pivot of the curves has more than one row and more than one column."""
+    """Return whether a pivot of the curves has at least two rows and two columns."""
     return len(set(map(_row_key, curves))) > 1 and len({_column(curve) for curve in curves}) > 1
 
 
@@ -94,28 +94,28 @@ def _are_texts(heads: Sequence[str]) -> list[bool]:
 
 
 def _table(curves: Sequence[Curve], metric: str, sign: str, *, pivot: bool) -> tuple[list[str], list[list[str]]]:
-    """Return heads and rows of a table; numbers of a column have as many decimals."""
+    """Return the heads and rows of a table; all numbers of a column have the same number of decimals."""
     finals = _finals(curves, metric, sign)
     if pivot:
         return _pivot(curves, finals, f"{metric}{_unit(metric)}")
-    epsilon = "tight epsilon" + (" (largest)" if any(len(curve.runs) > 1 for curve in curves) else "")
+    epsilon = "epsilon" + (" (largest)" if any(len(curve.runs) > 1 for curve in curves) else "")
     heads = ["curve", "seeds", f"final {metric}{_unit(metric)}", epsilon, *_GUARANTEE, "rounds"]
     rows = []
     for curve, final, epsilon in zip(curves, finals, _epsilons(curves), strict=True):
         seeds = _seeds(curve)
-        many = f"{seeds}" if seeds == len(curve.runs) else f"{seeds} ({len(curve.runs)} runs)"
-        rows.append([curve.label, many, final, epsilon, *_guarantee(curve), str(curve.rounds[-1])])
+        num_seeds = f"{seeds}" if seeds == len(curve.runs) else f"{seeds} ({len(curve.runs)} runs)"
+        rows.append([curve.label, num_seeds, final, epsilon, *_guarantee(curve), str(curve.rounds[-1])])
     return heads, rows
 
 
 def _pivot(curves: Sequence[Curve], finals: Sequence[str], metric: str) -> tuple[list[str], list[list[str]]]:
-    """Return a row for curves that differ in how much noise there is, and a column for each epsilon."""
+    """Return one row for curves that differ only in the noise, and one column for each epsilon."""
     columns = sorted({_column(curve) for curve in curves})
     cells: dict[tuple[str, ...], dict[float, list[str]]] = {}
     for curve, final in zip(curves, finals, strict=True):
         cells.setdefault(_row_key(curve), {}).setdefault(_column(curve), []).append(final)
     heads = [f"epsilon <= {at:.10g}" if math.isfinite(at) else "not private" for at in columns]
-    rows = [[*key, *("; ".join(found.get(at, ["-"])) for at in columns)] for key, found in cells.items()]
+    rows = [[*key, *("; ".join(row.get(at, ["-"])) for at in columns)] for key, row in cells.items()]
     return [f"final {metric}", *_GUARANTEE, *heads], rows
 
 
@@ -124,7 +124,7 @@ def _row_key(curve: Curve) -> tuple[str, ...]:
 
 
 def _column(curve: Curve) -> float:
-    """Return the epsilon that a curve's is at most: the one that was asked for, if that was kept, else its own, rounded up."""
+    """Return an upper bound on a curve's epsilon: the configured one, if it holds; else the curve's own, rounded up."""
     if not curve.private:
         return math.inf
     config = curve.runs[0].config
@@ -132,11 +132,11 @@ def _column(curve: Curve) -> float:
         wanted = config.get(find(name, config) or "")
         if isinstance(wanted, int | float) and curve.epsilon <= wanted:
             return float(wanted)
-    return float(digits_in_words(curve.epsilon, 4))
+    return float(format_rounded_up(curve.epsilon, 4))
 
 
 def _record(curve: Curve) -> dict[str, Any]:
-    """Return a curve as names and values, numbers in full."""
+    """Return a curve as names and values, with all digits of its numbers."""
     first, private = curve.runs[0], curve.private
     return {
         "curve": curve.label,
@@ -148,7 +148,7 @@ def _record(curve: Curve) -> dict[str, Any]:
         "largest_epsilon": finite_or_none(curve.epsilon),
         "delta": first.delta if private else None,
         "protects": first.unit if private else None,
-        "against": first.adversary if private else None,
+        "against": first.protected_against if private else None,
         "runs": [str(run.folder) for run in curve.runs],
         "settings": dict(curve.differ),
     }
@@ -163,27 +163,25 @@ def _unit(metric: str) -> str:
 
 
 def _guarantee(curve: Curve) -> list[str]:
-    """Return delta, unit and relation, and adversary of a curve's epsilon."""
+    """Return the delta, the unit and relation, and the adversary of a curve's epsilon."""
     first, delta = curve.runs[0], curve.runs[0].delta
     if not curve.private:
         return ["-"] * len(_GUARANTEE)
-    return [delta_in_words(delta) if isinstance(delta, int | float) else "-", first.unit, first.adversary]
+    return [format_delta(delta) if isinstance(delta, int | float) else "-", first.unit, first.protected_against]
 
 
 def _epsilons(curves: Sequence[Curve]) -> list[str]:
-    """Return the epsilons of a column, rounded up to four digits of the largest; very large ones by themselves."""
+    """Return the epsilons of a column, rounded up to four digits of the largest; very large ones have four digits each."""
     known = [curve.epsilon for curve in curves if curve.private and curve.epsilon < _LARGE]
     decimals = _decimals(known)
     return [
-        epsilon_in_words(curve.epsilon, decimals=decimals)
-        if curve.private and curve.epsilon < _LARGE
-        else curve.epsilon_in_words()
+        format_epsilon(curve.epsilon, decimals=decimals) if curve.private and curve.epsilon < _LARGE else curve.format_epsilon()
         for curve in curves
     ]
 
 
 def _finals(curves: Sequence[Curve], metric: str, sign: str) -> list[str]:
-    """Return mean and standard deviation of the last values, with as many decimals; spaces stand for no deviation."""
+    """Return mean and standard deviation of the last values, with equal decimals; spaces stand for a missing deviation."""
     scale = 100 if metric == "accuracy" else 1
     pairs = [(scale * float(curve.mean[-1]), scale * float(curve.std[-1]) if len(curve.runs) > 1 else None) for curve in curves]
     decimals = _decimals([abs(mean) for mean, _ in pairs if math.isfinite(mean)])
@@ -202,7 +200,7 @@ def _decimals(numbers: Sequence[float]) -> int:
 
 
 def _escaped(text: str) -> str:
-    """Return plain text as LaTeX; spaces at its end keep the digits of a column aligned."""
+    """Return plain text as LaTeX; spaces at the text's end become a phantom that keeps a column's digits aligned."""
     plain = "".join(_LATEX.get(sign, sign) for sign in text.rstrip()).replace(" +- ", r" $\pm$ ").replace("<=", r"$\leq$")
     room = len(text) - len(text.rstrip()) - len(" +- ")
     return plain + (rf"\phantom{{ $\pm$ {'0' * (room - 1)}.}}" if room > 2 else "")

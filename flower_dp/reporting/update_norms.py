@@ -1,4 +1,4 @@
-"""The norms of client updates before the clip, by round: what clients tell, without noise, if they are asked for metrics."""
+"""The norms of client updates before the clip, by round, which clients report without noise if asked for metrics."""
 
 from dataclasses import dataclass
 
@@ -8,14 +8,14 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 from numpy.typing import NDArray
 
-from flower_dp.core import columns
+from flower_dp.core import metric_columns
 from flower_dp.reporting import canvas
-from flower_dp.reporting.past_run import PastRun
+from flower_dp.reporting.past_run import RunContents
 
 _MEAN, _SQUARE, _CLIP = "client-update-norm", "client-update-norm-squared", "clip-norm"
-# A clip norm that moves by more than this factor is drawn on a logarithmic scale.
+# A clip norm that changes by more than this factor is drawn on a logarithmic scale.
 _WIDE = 20.0
-# One that is larger than all norms by more than this factor is not drawn.
+# A clip norm that exceeds all norms by more than this factor is not drawn.
 _BEYOND = 5.0
 
 Series = NDArray[np.float64]
@@ -26,11 +26,11 @@ class UpdateNorms:
     """The norms of one run's updates.
 
     Attributes:
-        rounds: [n], those whose clients told their norms; empty where only the clip norm is known.
-        mean: [n], over the clients of a round.
-        std: [n], standard deviation over the clients of a round.
-        clip_rounds: [m].
-        clip_norms: [m], the clip norm of these rounds.
+        rounds: rounds [n] whose clients reported their norms; empty if only the clip norm is known.
+        mean: mean norm [n] over the clients of a round.
+        std: standard deviation [n] over the clients of a round.
+        clip_rounds: rounds [m] whose clip norm is known.
+        clip_norms: clip norm [m] of these rounds.
     """
 
     rounds: Series
@@ -40,11 +40,10 @@ class UpdateNorms:
     clip_norms: Series
 
 
-def read_update_norms(run: PastRun) -> UpdateNorms:
+def read_update_norms(run: RunContents) -> UpdateNorms:
     """Return the norms that a run has recorded, and its clip norm.
 
-    The clip norm of a round is public where it changes from round to round, and then in the round's metrics; else it is that of
-    the statement.
+    If the clip norm changes from round to round, it is public, and in the round's metrics; else it is in the statement.
 
     Raises:
         ValueError: naming the folder and the setting, if there are no norms.
@@ -52,13 +51,13 @@ def read_update_norms(run: PastRun) -> UpdateNorms:
     means, squares, clips = (run.series(key) for key in (_MEAN, _SQUARE, _CLIP))
     if not means and not clips:
         raise ValueError(
-            f"{run.folder}: has no norms of updates. Run it again with --set report-client-metrics=true and a method that clips "
-            "updates (dp-fedavg, dp-fedsam, fed-smp): clients then tell the norms, without noise, and the statement says so"
+            f"{run.folder}: has no norms of updates; run it again with --set report-client-metrics=true and a method that clips "
+            "updates (dp-fedavg, dp-fedsam, fed-smp): clients then report the norms, without noise, and the statement says so"
         )
     rounds = sorted(means)
     mean = np.asarray([means[at] for at in rounds])
     square = np.asarray([squares.get(at, np.nan) for at in rounds])
-    if not clips and columns.number(fixed := run.statement.get("noise", {}).get("clip_norm")):
+    if not clips and metric_columns.number(fixed := run.statement.get("mechanism", {}).get("noise", {}).get("clip_norm")):
         clips = {at: float(fixed) for at in (rounds[0], rounds[-1])}
     return UpdateNorms(
         rounds=np.asarray(rounds, float),
@@ -76,28 +75,28 @@ def figure(norms: UpdateNorms, label: str) -> Figure:
     if norms.rounds.size:
         axes.plot(norms.rounds, norms.mean, label="norm before the clip, mean of a round", **canvas.look(0))
         low, high = np.maximum(norms.mean - norms.std, 0.0), norms.mean + norms.std
-        axes.fill_between(norms.rounds, low, high, color=canvas.COLOURS[0], alpha=0.2, label="± standard deviation over clients")
+        axes.fill_between(norms.rounds, low, high, color=canvas.COLORS[0], alpha=0.2, label="± standard deviation over clients")
     _draw_clip_norm(axes, norms)
     axes.set(xlabel="round", ylabel="L2 norm of an update")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.grid(alpha=0.3)
     axes.legend(frameon=False)
-    source = "told without noise: NOT PRIVATE" if norms.rounds.size else "the clip norm alone, which is public"
+    source = "reported without noise: NOT PRIVATE" if norms.rounds.size else "the clip norm alone, which is public"
     axes.set_title(f"Client updates of {label}; {source}", fontsize="medium")
     return result
 
 
 def _draw_clip_norm(axes: Axes, norms: UpdateNorms) -> None:
-    """Draw the clip norm, or name it where the axis would have to be much longer for it."""
+    """Draw the clip norm; if it is far above all norms, name it in the legend instead."""
     axes.set_ylim(bottom=0.0)
     if not norms.clip_norms.size:
         return
     least, largest = norms.clip_norms.min(), norms.clip_norms.max()
-    colour = canvas.COLOURS[1]
+    color = canvas.COLORS[1]
     if norms.mean.size and least > _BEYOND * (norms.mean + norms.std).max():
-        axes.plot([], [], "--", color=colour, label=f"clip norm: {least:.4g} at least, above the axis")
+        axes.plot([], [], "--", color=color, label=f"clip norm: {least:.4g} at least, above the axis")
         return
-    axes.plot(norms.clip_rounds, norms.clip_norms, "--", color=colour, label="clip norm")
+    axes.plot(norms.clip_rounds, norms.clip_norms, "--", color=color, label="clip norm")
     axes.set_ylim(bottom=0.0)
     if least > 0 and largest > _WIDE * least:
         axes.set(yscale="log", ylim=(0.5 * norms.mean.min(initial=least), None))

@@ -1,1 +1,1 @@
-"""Running an app: processes, the SuperLink, run folders, progress."""
+"""Runs of an app: its settings, its process, the run folder, and progress on the screen."""

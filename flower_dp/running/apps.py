@@ -20,7 +20,7 @@ PRESETS = _PACKAGE / "apps" / "presets"
 # The module that makes an app from functions that the run-config names.
 _FROM_CONFIG = "flower_dp.from_config"
 
-# Settings of a method's table in whose place its `epsilon` stands.
+# Settings of a method's table that its `epsilon` replaces.
 _OF_NOISE = ("noise-multiplier", "target-epsilon", "paper-epsilon")
 
 
@@ -28,12 +28,21 @@ _OF_NOISE = ("noise-multiplier", "target-epsilon", "paper-epsilon")
 class App:
     """A Flower app on disk: its absolute folder, its name and the run-config defaults by flat key.
 
-    `pilot`, `check`, `cost` and `public_test` are functions that the app's pyproject.toml names under [tool.flower-dp], as
-    "module:function"; empty if there is none. `flower-dp plan --estimate-from` calls `pilot` for the keys of a planning problem.
-    `flower-dp run` calls `check` with the run-config before it starts Flower; it raises ValueError for invalid settings.
-    `flower-dp epsilon` and `flower-dp calibrate` call `cost` with it, for the statement that the run will end with.
-    `flower-dp figure landscape` calls `public_test` with a run's config, for its model, loss and public test records. `server`
-    and `client` are the app's components, as "module:name".
+    The app's pyproject.toml names four functions under [tool.flower-dp], as "module:function"; each is empty if there is none.
+
+    Attributes:
+        folder: absolute folder of the app.
+        name: name of the app.
+        defaults: run-config defaults, by flat key.
+        pilot: function that `flower-dp plan --estimate-from` calls for the keys of a planning problem.
+        check: function that `flower-dp run` calls with the run-config before it starts Flower. It raises ValueError for invalid
+            settings.
+        cost: function that `flower-dp epsilon` and `flower-dp calibrate` call with the run-config. It returns the statement that
+            the run will end with.
+        public_test: function that `flower-dp figure landscape` calls with a run's config. It returns model, loss and public test
+            records.
+        server: ServerApp, as "module:name".
+        client: ClientApp, as "module:name".
     """
 
     folder: Path
@@ -60,7 +69,7 @@ class App:
 
     @property
     def components(self) -> tuple[InFolder, InFolder]:
-        """What loads its ClientApp and ServerApp from its folder."""
+        """The loaders of its ClientApp and ServerApp from its folder."""
         folder = str(self.folder)
         return (
             InFolder(folder=folder, key="clientapp", reference=self.client, type_name="ClientApp"),
@@ -68,7 +77,7 @@ class App:
         )
 
     def client_app(self, *, away: bool = False) -> Callable[[], Any]:
-        """Return what loads its ClientApp in a worker: from its folder, or on a cluster from what every machine has."""
+        """Return the loader of its ClientApp in a worker: from its folder, or on a cluster from the working directory."""
         if self.own:
             return own_client_app
         return replace(self.components[0], folder=".") if away else self.components[0]
@@ -77,13 +86,13 @@ class App:
         """Return its ServerApp.
 
         Raises:
-            ValueError: as `InFolder`.
-            Exception: what its modules raise.
+            ValueError: see `InFolder`.
+            Exception: any error of its modules.
         """
         return own_module("server_app").app if self.own else modules.served(self.components[1])
 
     def settings(self) -> dict[str, Value]:
-        """Return every setting that the app takes, with its default."""
+        """Return every setting of the app, with its default."""
         return {**(own_app().defaults if self.built else {}), **self.defaults}
 
 
@@ -91,7 +100,11 @@ class App:
 class Target:
     """An app and the run-config values that differ from its defaults.
 
-    `name` is the name of the run; `given` are the keys that were set one by one, not by a preset.
+    Attributes:
+        app: the app.
+        name: name of the run.
+        overrides: run-config values that differ from the app's defaults.
+        given: keys that the user set one by one, not by a preset.
     """
 
     app: App
@@ -109,24 +122,24 @@ def resolve(target: str | None, settings: Sequence[str]) -> Target:
     """Find the app to run.
 
     Args:
-        target: None for flower-dp's own app, a folder of a Flower app, or else the name of one of flower-dp's presets or tasks.
-            If the settings choose another method than the preset's, what the other method needed is left out of the preset.
-            Of a checkout of flower-dp, what its pyproject.toml sets otherwise than the package is taken as a preset.
-        settings: `key=value` texts, which take precedence over the preset and the app's file. `key=` gives a setting of
-            flower-dp's own apps its default. Relative paths (keys that end in `-dir`) are relative to the working directory,
-            those in a preset to the app's folder.
+        target: folder of a Flower app, or the name of one of flower-dp's presets or tasks; None for flower-dp's own app. If the
+            settings choose another method than the preset's, the preset loses the settings that only its own method needs. If
+            the folder is a checkout of flower-dp, its pyproject.toml acts as a preset, with the values that differ.
+        settings: `key=value` texts, which override the preset and the app's file. `key=` gives a setting of flower-dp's own apps
+            its default. Relative paths (keys that end in `-dir`) start at the working directory, those in a preset at the app's
+            folder.
 
     Raises:
-        ValueError: there is no such app or preset, or keys or values that the app cannot take, a line each.
+        ValueError: if there is no such app or preset; or naming unknown keys and invalid values, one per line.
     """
-    findings = checks.Findings()
+    errors = checks.ErrorCollector()
     given: dict[str, str] = {}
     for setting in settings:
         key, sign, text = setting.partition("=")
         if sign:
             given[key.strip()] = text.strip()
         else:
-            findings.errors.append(ValueError(f"--set {setting}: must be key=value"))
+            errors.errors.append(ValueError(f"--set {setting}: must be key=value"))
     if target is not None and (app := read_app(Path(target).expanduser())) is not None:
         name, preset = app.name, dict[str, Any]()
         if app.own:
@@ -137,11 +150,11 @@ def resolve(target: str | None, settings: Sequence[str]) -> Target:
         name, preset = target or app.name, {} if target is None else _preset(target)
         method = given.get("method", "").strip("'\"")
         if method and preset and method != preset.get("method", app.defaults.get("method")):
-            preset = own_module("unread").with_method({"method": app.defaults.get("method"), **preset}, method)
+            preset = own_module("unread_settings").with_method({"method": app.defaults.get("method"), **preset}, method)
     known, overrides = app.settings(), {}
     method = given.get("method") or str({**known, **preset}.get("method", ""))
     for key, value in preset.items():
-        with findings.noted():
+        with errors.collect_errors():
             overrides[key] = values.from_toml(key, value, _default(app, known, key, method), app.folder)
     before = {**known, **overrides}
     unset = [key for key, text in given.items() if not text and key in _defaults(app)]
@@ -149,28 +162,28 @@ def resolve(target: str | None, settings: Sequence[str]) -> Target:
         del given[key]
         _unset(app, key, overrides)
     for key, text in given.items():
-        with findings.noted():
+        with errors.collect_errors():
             overrides[key] = values.from_text(key, text, _default(app, known, key, method))
     _make_way(app, before, overrides, given)
-    findings.refuse()
+    errors.raise_if_any()
     return Target(app=app, name=name, overrides=overrides, given=tuple(given))
 
 
 def _make_way(app: App, before: Mapping[str, Value], overrides: dict[str, Value], given: Mapping[str, str]) -> None:
-    """Unset what a preset or the app's file sets and nothing reads any more beside the given keys, or what one determines."""
+    """Unset values of a preset or the app's file that a given key replaces, or that no code reads beside the given keys."""
     for key in given:
         table, _, setting = key.rpartition(".")
         if setting == "epsilon" and overrides.get(key):  # it determines the noise
-            for one in (f"{table}.{other}" for other in _OF_NOISE):
-                if one not in given:
-                    _unset(app, one, overrides)
+            for replaced in (f"{table}.{name}" for name in _OF_NOISE):
+                if replaced not in given:
+                    _unset(app, replaced, overrides)
     if given and _defaults(app):
-        for key in own_module("unread").made_unread(before, {**before, **overrides}) - given.keys():
+        for key in own_module("unread_settings").made_unread(before, {**before, **overrides}) - given.keys():
             _unset(app, key, overrides)
 
 
 def _unset(app: App, key: str, overrides: dict[str, Value]) -> None:
-    """Give a setting the value that it has where neither a preset nor the app's file sets it."""
+    """Give a setting its default, as if neither a preset nor the app's file set it."""
     overrides.pop(key, None)
     default = _defaults(app).get(key)
     if default is not None and app.settings()[key] != default:
@@ -178,22 +191,24 @@ def _unset(app: App, key: str, overrides: dict[str, Value]) -> None:
 
 
 def _defaults(app: App) -> Mapping[str, Value]:
-    """Return the defaults of an app's settings; none of an app whose settings are not flower-dp's."""
+    """Return the defaults of flower-dp's settings, if the app has them."""
     return own_app().defaults if app.own or app.built else {}
 
 
 def with_values(target: Target, more: Mapping[str, Any]) -> dict[str, Value]:
-    """Return a target's whole run-config with some values, in the types of its settings.
+    """Return a target's whole run-config, updated with some values in the types of its settings.
 
-    Relative paths are relative to the working directory.
+    Relative paths start at the working directory.
 
     Raises:
-        ValueError: a key or value that the app cannot take.
+        ValueError: naming the key that is unknown or whose value is invalid.
     """
     known = target.app.settings()
     method = str({**known, **target.overrides, **more}.get("method", ""))
-    own = {key: values.from_toml(key, value, _default(target.app, known, key, method), Path.cwd()) for key, value in more.items()}
-    return {**target.config, **own}
+    typed = {
+        key: values.from_toml(key, value, _default(target.app, known, key, method), Path.cwd()) for key, value in more.items()
+    }
+    return {**target.config, **typed}
 
 
 def presets() -> dict[str, Path]:
@@ -202,7 +217,7 @@ def presets() -> dict[str, Path]:
 
 
 def _preset(target: str) -> dict[str, Any]:
-    """Return the settings of a preset, or what a task needs."""
+    """Return the settings of a preset, or those that a task needs."""
     known = presets()
     if target in known:
         return flatten(_read_toml(known[target]))
@@ -218,17 +233,15 @@ def _preset(target: str) -> dict[str, Any]:
 def _default(app: App, known: Mapping[str, Value], key: str, method: str) -> Value:
     if key in known:
         return known[key]
-    close = values.suggested(key, known, method)
     where = f"they are in {app.folder / 'pyproject.toml'}" if known else f"{app.name} has no settings"
-    where = "docs/settings.md lists them" if app.own else where
-    hint = f"did you mean {close}?" if close else f"{where}."
+    hint = values.suggestion_for(key, known, method, otherwise=f"{values.SETTINGS_PAGE if app.own else where}.")
     if not (app.own or app.built):
-        hint += " Flower passes those only that are listed under [tool.flwr.app.config] of its pyproject.toml."
+        hint += " Flower passes only settings that are listed under [tool.flwr.app.config] of its pyproject.toml."
     raise ValueError(f"{key}: unknown setting of {app.name}; {hint.rstrip('.')}")
 
 
 def own_app() -> App:
-    """Return flower-dp's own app, as the running package has it: its settings' defaults are in the code, and in no file."""
+    """Return the app of the running flower-dp package. The defaults of its settings are in the code, not in a file."""
     return App(
         folder=_PACKAGE.parent,
         name="flower-dp",
@@ -241,7 +254,7 @@ def own_app() -> App:
 
 
 def own_module(name: str) -> ModuleType:
-    """Return a module of flower-dp's own app, which is imported when it is needed."""
+    """Import and return a module of flower-dp's own app."""
     return importlib.import_module(f"flower_dp.apps.{name}")
 
 
@@ -251,10 +264,10 @@ def own_client_app() -> Any:
 
 
 def read_app(folder: Path) -> App | None:
-    """Return the Flower app in a folder, or None if its pyproject.toml is missing or no Flower app's.
+    """Return the Flower app in a folder, or None if the folder has no pyproject.toml of a Flower app.
 
     Raises:
-        ValueError: pyproject.toml is not TOML.
+        ValueError: if pyproject.toml is not TOML.
     """
     file = folder / "pyproject.toml"
     if not file.is_file():
@@ -282,7 +295,7 @@ def description(preset: Path) -> str:
 
 
 def flatten(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return a nested table with one level: keys joined by dots, as Flower does it."""
+    """Return a nested table as one level, with keys joined by dots, as Flower does."""
     flat: dict[str, Any] = {}
     for key, value in table.items():
         flat |= flatten(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
@@ -290,7 +303,7 @@ def flatten(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def _read_toml(file: Path) -> dict[str, Any]:
-    """Return what is in a file; the same tables for the same text, which nobody changes."""
+    """Return the tables of a TOML file. Callers must not change them: the same text gives the same objects."""
     try:
         return _parsed(file.read_text(encoding="utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:

@@ -1,4 +1,4 @@
-"""The log of a run: what this process writes meanwhile, without colours; of its last attempt the warnings, and why it failed."""
+"""The log of a run: the output of its process, without colors, and the warnings and the error of its last attempt."""
 
 import logging
 import os
@@ -13,18 +13,18 @@ from flower_dp.running.run_folder import LOG, RESUMED_LINE, new_log, write_whole
 
 log = logging.getLogger("flwr")
 
-# What Ray adds to a line that several workers have written.
+# Ray's addition to a line that several workers have written.
 _REPEATED = re.compile(r" \[repeated \d+x across cluster\].*$")
 
 
 @contextmanager
 def logged(folder: Path, *, go_on: bool, resumed: bool = False) -> Iterator[None]:
-    """Let all that this process and its workers write go to the log of a run in this folder; a terminal's colours do not stay.
+    """Redirect all output of this process and its workers to the log of a run in this folder, without terminal colors.
 
     Args:
-        folder: of the run.
-        go_on: whether the log has what an earlier process has written.
-        resumed: whether the run goes on, so that its last attempt begins here.
+        folder: folder of the run.
+        go_on: whether to append to the log of an earlier process.
+        resumed: whether the run is resumed, so that its last attempt begins here.
     """
     _flush()
     before = [(stream, os.dup(stream)) for stream in (1, 2)]
@@ -37,17 +37,17 @@ def logged(folder: Path, *, go_on: bool, resumed: bool = False) -> Iterator[None
         for stream, copy in before:
             os.dup2(copy, stream)
             os.close(copy)
-        _remove_colours(folder / LOG)
+        _remove_colors(folder / LOG)
 
 
 def is_shown(record: logging.LogRecord) -> bool:
-    """Return whether a record is logged to be shown."""
+    """Return whether a log record is for the screen."""
     return hasattr(record, "shown")
 
 
 @contextmanager
 def kept_to_be_shown() -> Iterator[list[tuple[int, str]]]:
-    """Keep, within this context, what this process logs to be shown, level and text, in place of writing it to its own log."""
+    """Collect this process's log records for the screen within this context, as level and text; its own log does not get them."""
     kept: list[tuple[int, str]] = []
 
     def passes(record: logging.LogRecord) -> bool:
@@ -64,7 +64,7 @@ def kept_to_be_shown() -> Iterator[list[tuple[int, str]]]:
 
 
 def write_to(path: str | os.PathLike[str]) -> None:
-    """Let all that this process writes from now on be added to a file; Flower's logger writes no colours any more."""
+    """Append all further output of this process to a file, and turn off the colors of Flower's logger."""
     import flwr.serverapp  # noqa: F401, PLC0415 - it makes the handlers
 
     with open(path, "ab") as file:
@@ -78,22 +78,22 @@ def write_to(path: str | os.PathLike[str]) -> None:
 def _flush() -> None:
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
-            stream.reconfigure(line_buffering=True)  # a process that dies leaves what it has written
+            stream.reconfigure(line_buffering=True)  # so that the output of a process that dies is in the log
         stream.flush()
 
 
-def _remove_colours(log: Path) -> None:
+def _remove_colors(log: Path) -> None:
     if log.exists() and b"\x1b" in (content := log.read_bytes()):
         write_whole(log, plain(content.decode("utf-8", errors="replace")).encode())
 
 
 def plain(text: str) -> str:
-    """Return a text without terminal colours."""
+    """Return a text without terminal colors."""
     return re.sub(r"\x1b\[[0-9;]*[A-Za-z]", "", text)
 
 
 def warnings_of(log: Path) -> list[str]:
-    """Return the warnings of a run's last attempt, once each: those that differ in numbers alone are one. None without a log."""
+    """Return the warnings of a run's last attempt; of those that differ in numbers alone the first. Without a log: none."""
     text = _last_attempt(plain(log.read_text(encoding="utf-8", errors="replace"))) if log.is_file() else ""
     kinds: dict[str, str] = {}
     for written in re.findall(r"^(?:\([^()]*\) )?WARNING\s*:\s*(.+)$", text, re.MULTILINE):
@@ -108,12 +108,12 @@ def num_warnings(warnings: Sequence[str]) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an exception as a traceback has it."""
+    """Return the first line of an exception, as in a traceback."""
     return traceback.format_exception_only(error)[0].strip().partition("\n")[0]
 
 
 def of_a_dead_process(log: Path) -> str:
-    """Return why a run's last attempt was lost with its process, as far as that is known: its log may end in an exception."""
+    """Return the reason why the process of a run's last attempt died, with the exception at the end of its log, if any."""
     text = _last_attempt(log.read_text(encoding="utf-8", errors="replace")) if log.is_file() else ""
     *_, trace = text.rpartition("Traceback (most recent call last)")
     error = re.search(r"^[A-Za-z_][\w.]*(?:: .*)?$", plain(trace), re.MULTILINE) if trace != text else None

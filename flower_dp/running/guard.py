@@ -1,6 +1,6 @@
-"""A second, small process that stays behind a command: it ends what the command leaves, and says how it died, if it could not.
+"""The guard: a small parent process that ends the processes that a command leaves, and reports the death of the command.
 
-The command runs in a child that is forked before anything is imported. An app may end its process, crash it, or hang in it.
+An app may end, crash or hang the process of its command. So the command runs in a child, which is forked before any import.
 """
 
 import os
@@ -16,22 +16,22 @@ from typing import NoReturn
 
 from flower_dp.running.signals import ending_signals
 
-# How long an interrupted command may take for its runs' statements and models, and a statement that is made after its death.
+# Time for an interrupted command to write its runs' statements and models, and for a statement after the command's death.
 LEAVE_SECONDS, STATE_SECONDS = 90, 120
 _DONE = b"\0"
 _BECOMES_PARENT_OF_ORPHANS = 36  # PR_SET_CHILD_SUBREAPER, of Linux
 
 
 class Guard:
-    """Runs functions in processes of their own, one at a time.
+    """The guard of functions that run in child processes, one at a time.
 
-    SIGINT, SIGTERM and SIGHUP are passed on to that process once; at the second one, or if it is not gone in time, it is killed.
-    It is interrupted, too, if this process is gone.
+    The guard passes SIGINT, SIGTERM and SIGHUP on to the child once. At the second signal, or if the child does not end in time,
+    the guard kills it. If the guard dies, the child is interrupted.
 
     Attributes:
-        folder: for Ray's sockets and logs; removed by `close`.
-        came: the signal that ended the function; 0 without one.
-        said: what it has told this process (`tell`).
+        folder: folder of Ray's sockets and logs; removed by `close`.
+        came: signal that ended the function; 0 for none.
+        said: text that the function passed to `tell`.
     """
 
     def __init__(self) -> None:
@@ -39,14 +39,15 @@ class Guard:
         self.came, self.said = 0, ""
         self._child = 0
         with suppress(OSError, AttributeError):
-            import ctypes  # noqa: PLC0415  (what this process imports comes before the command)
+            import ctypes  # noqa: PLC0415  (an import at the top would delay the command)
 
             ctypes.CDLL(None).prctl(_BECOMES_PARENT_OF_ORPHANS, 1, 0, 0, 0)
         for signum in ending_signals():
             signal.signal(signum, self._pass_on)
 
     def run(self, work: Callable[[], int], seconds: int = 0) -> int | None:
-        """Return what a function returns in a process of its own; None if that died, or took longer than so many seconds."""
+        """Return the result of a function that runs in a child; None if the child died, or took longer than `seconds`."""
+        # The guard alone holds `life`: if it dies, the child's read of `alive` returns, and interrupts the child.
         alive, life = os.pipe()
         told, tells = os.pipe()
         sys.stdout.flush()
@@ -70,16 +71,16 @@ class Guard:
             os.set_blocking(told, False)  # the child's own children may hold the other end
             content = pipe.read() or b""
         self.said = content.partition(_DONE)[0].decode()
-        self._end_left()  # which may still hold what a next function needs
+        self._end_left()  # they may still hold resources that the next function needs
         return os.waitstatus_to_exitcode(status) if content.endswith(_DONE) else None
 
     def close(self) -> None:
-        """Remove the folder. All processes that the functions have left have ended with them."""
+        """Remove the folder, and end all processes that the functions left."""
         self._end_left()
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def _end_left(self) -> None:
-        with suppress(ChildProcessError, ImportError):  # none, of which psutil needs not be asked
+        with suppress(ChildProcessError, ImportError):  # without children psutil, slow to import, is not needed
             os.waitpid(-1, os.WNOHANG)
             import psutil  # noqa: PLC0415
 
@@ -106,14 +107,14 @@ class Guard:
 
 
 class _Guarded:
-    """What a guarded process knows of its guard."""
+    """The connection of a guarded process to its guard; empty without a guard."""
 
     folder: Path | None = None
     tells: int | None = None
 
 
 def _work(work: Callable[[], int], folder: Path, alive: int, tells: int) -> NoReturn:
-    """Be the child: away from the terminal's signals, and no longer than the guard."""
+    """Run the function in the child: away from the terminal's signals, and no longer than the guard lives."""
     status = 1
     try:
         os.setsid()
@@ -123,33 +124,33 @@ def _work(work: Callable[[], int], folder: Path, alive: int, tells: int) -> NoRe
         _Guarded.folder, _Guarded.tells = folder, tells
         threading.Thread(target=_end_with_guard, args=(alive,), daemon=True).start()
         status = work()
-    except BaseException:  # such as a signal that came outside of any command
+    except BaseException:  # for example a signal outside of any command
         sys.excepthook(*sys.exc_info())
     finally:
         with suppress(OSError, ValueError):
             sys.stdout.flush()
             sys.stderr.flush()
         os.write(tells, _DONE)
-        os._exit(status)  # threads of an app, and Ray's own ends, aren't waited for: the guard ends what is left
+        os._exit(status)  # don't wait for an app's threads or for Ray's exit handlers: the guard ends what is left
 
 
 def _end_with_guard(alive: int) -> None:
     os.read(alive, 1)
     end = getattr(sys.modules.get("flower_dp.simulation.workers"), "end_this_process", None)
-    if end is not None:  # which ends a Ray that is starting, and hears no signal
+    if end is not None:  # it also ends a Ray that is starting, which ignores signals
         end()
     else:
         os.kill(os.getpid(), signal.SIGTERM)
 
 
 def tell(text: str) -> None:
-    """Tell the guard, if there is one, where the run is that it makes the statement of, should this process die."""
+    """Send the guard, if any, the place of the run whose statement the guard writes if this process dies."""
     if _Guarded.tells is not None:
         os.write(_Guarded.tells, text.encode())
 
 
 def ray_folder() -> Path | None:
-    """Return the folder that the guard removes; None without a guard."""
+    """Return the guard's folder, which it removes; None without a guard."""
     return _Guarded.folder
 
 

@@ -1,4 +1,4 @@
-"""Modules of an app: loaded from its folder, and again once they have changed. A process may outlive a run that imported them."""
+"""Modules of an app: imported from its folder, and again after they change, since a process may outlive several runs."""
 
 import contextlib
 import importlib
@@ -13,23 +13,23 @@ from typing import Any
 from weakref import WeakSet
 
 _PACKAGE = str(Path(__file__).resolve().parents[1])
-# The ServerApps that `flower_dp.app` has made.
+# ServerApps that `flower_dp.app` has made.
 BUILT: WeakSet[Any] = WeakSet()
-# The ServerApp that was loaded last, with what loaded it; its modules are there as long as it is.
+# The last loaded ServerApp, by its loader and the time of its file. Its modules stay imported as long as it is here.
 _served: dict[tuple["InFolder", int], Any] = {}
-# When `forget_changed` was called last, in nanoseconds since 1970.
+# The time of the last call of `forget_changed`, in nanoseconds since 1970.
 _looked = time.time_ns()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InFolder:
-    """Returns what an app's pyproject.toml names as "module:name", from the modules in the app's folder.
+    """The loader of an object that an app's pyproject.toml names as "module:name".
 
-    Modules of the folder that are there already are imported again: they may be those of an earlier run. "." is the folder in
-    which the call is made.
+    A call imports the folder's modules again, since an earlier run may have imported other ones. "." is the working directory of
+    the call.
 
     Raises:
-        ValueError: on a call, if the name is not there, or has another type.
+        ValueError: on a call, if the folder has no such object, or it has another type.
     """
 
     folder: str
@@ -39,12 +39,12 @@ class InFolder:
 
     @property
     def changed(self) -> int:
-        """When the module's file has changed, in nanoseconds since 1970; 0 without one."""
+        """The time of the last change of the module's file, in nanoseconds since 1970; 0 without a file."""
         module = Path(self.folder).joinpath(*self.reference.partition(":")[0].split("."))
         return max(map(_changed, (str(module.with_suffix(".py")), str(module / "__init__.py"))))
 
     def __call__(self) -> Any:
-        """Return it."""
+        """Return the object."""
         folder = str(Path(self.folder).absolute())
         forget(folder)
         sys.path.insert(0, folder)
@@ -58,26 +58,26 @@ class InFolder:
                 raise  # a package that the app needs is not installed
             raise ValueError(f"{self.key}={self.reference!r}: {error}; must be 'module:name' in {folder}") from None
         try:
-            found = operator.attrgetter(name)(imported)
+            component = operator.attrgetter(name)(imported)
         except AttributeError:
             raise ValueError(f"{self.key}={self.reference!r}: {module} has no {name!r}") from None
-        if type(found).__name__ != self.type_name:
-            raise ValueError(f"{self.key}={self.reference!r}: is a {type(found).__name__}: must be a {self.type_name}")
-        return found
+        if type(component).__name__ != self.type_name:
+            raise ValueError(f"{self.key}={self.reference!r}: is a {type(component).__name__}: must be a {self.type_name}")
+        return component
 
 
 def served(place: InFolder) -> Any:
-    """Return an app's ServerApp, loaded once, until its folder is forgotten or another one is loaded. Nothing is compiled there.
+    """Return an app's ServerApp. It is loaded once, until its folder is forgotten or another app is loaded.
 
     Raises:
-        ValueError: as `InFolder`.
-        Exception: what the app's modules raise.
+        ValueError: see `InFolder`.
+        Exception: any error of the app's modules.
     """
     key = place, place.changed
     if key not in _served:
         for other, _ in list(_served):
             forget(other.folder)
-        before, sys.dont_write_bytecode = sys.dont_write_bytecode, True  # somebody else's folder stays as it is
+        before, sys.dont_write_bytecode = sys.dont_write_bytecode, True  # no __pycache__ in a user's folder
         try:
             _served[key] = place()
         except BaseException:
@@ -89,11 +89,11 @@ def served(place: InFolder) -> Any:
 
 
 def is_built(place: InFolder) -> bool:
-    """Return whether `flower_dp.app` has made a ServerApp; not of one that can't be loaded, as who runs it will see."""
+    """Return whether `flower_dp.app` made a ServerApp; False if it can't be loaded, as the run itself will report."""
     return _is_built(place, place.changed)
 
 
-# A sweep asks for each of its runs.
+# A sweep calls it for each of its runs.
 @lru_cache(maxsize=64)
 def _is_built(place: InFolder, changed: int) -> bool:
     with suppress(Exception, SystemExit), contextlib.chdir(place.folder), contextlib.redirect_stdout(sys.stderr):
@@ -102,15 +102,15 @@ def _is_built(place: InFolder, changed: int) -> bool:
 
 
 def forget(folder: str) -> None:
-    """Let the modules of a folder be imported again, and nothing else be imported from it.
+    """Drop the imported modules of a folder, and remove the folder from Python's search path.
 
-    A virtual environment in the folder stays: most packages can't be imported twice.
+    Modules of a virtual environment in the folder stay: most packages can't be imported twice.
     """
-    for key in [one for one in _served if one[0].folder == folder]:
+    for key in [key for key in _served if key[0].folder == folder]:
         del _served[key]
-    place = str(Path(folder).resolve()) + "/"
+    prefix = str(Path(folder).resolve()) + "/"
     for name, file in _own_files():
-        if file.startswith(place):
+        if file.startswith(prefix):
             del sys.modules[name]
     while folder in sys.path:
         sys.path.remove(folder)
@@ -118,12 +118,12 @@ def forget(folder: str) -> None:
 
 
 def forget_changed() -> None:
-    """Let modules be imported again if one of them has changed on disk since the last call; those of installed packages stay."""
+    """Drop all imported modules if one of them has changed on disk since the last call. Installed packages stay."""
     global _looked
     since, _looked = _looked, time.time_ns()
-    own = _own_files()
-    if any(_changed(file) > since for _, file in own):
-        for name, _ in own:
+    files = _own_files()
+    if any(_changed(file) > since for _, file in files):
+        for name, _ in files:
             del sys.modules[name]
         importlib.invalidate_caches()
 
@@ -131,19 +131,19 @@ def forget_changed() -> None:
 def _changed(file: str) -> int:
     try:
         return Path(file).stat().st_mtime_ns
-    except OSError:  # it is gone
+    except OSError:  # the file is gone
         return 0
 
 
 def _own_files() -> list[tuple[str, str]]:
-    """Return the Python modules that are neither installed nor the program itself, with their files."""
+    """Return the imported modules that are neither installed nor the program itself, with their files."""
     installed = tuple(f"{place}/" for place in (sys.prefix, sys.base_prefix, sys.exec_prefix, _PACKAGE))
     named = {name: getattr(module, "__file__", None) for name, module in list(sys.modules.items())}
-    own = [
+    candidates = [
         (name, str(Path(file).resolve()))
         for name, file in named.items()
-        # To resolve those of site-packages, thousands, takes half a second.
+        # Check before `resolve`: to resolve the thousands of files in site-packages takes half a second.
         if isinstance(file, str) and file.endswith(".py") and "/site-packages/" not in file
         if name not in ("__main__", "__mp_main__")
     ]
-    return [(name, file) for name, file in own if not file.startswith(installed) and "/site-packages/" not in file]
+    return [(name, file) for name, file in candidates if not file.startswith(installed) and "/site-packages/" not in file]

@@ -15,14 +15,14 @@ def write_app(folder: Path) -> str:
     """Write a complete app into a new folder: pyproject.toml, README.md and a package with app, data and model.
 
     Args:
-        folder: where; its name becomes the app's.
+        folder: new folder; its name becomes the app's.
 
     Returns:
         The name of the app's package.
 
     Raises:
-        ValueError: the folder is not empty, or its name is no name of an app or hides an installed package.
-        OSError: the folder can't be written.
+        ValueError: if the folder is not empty, or its name is invalid for an app or hides an installed package.
+        OSError: if the folder can't be written.
     """
     package = _package(folder.name)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
@@ -41,7 +41,7 @@ def _package(name: str) -> str:
     """Return the name of an app's package."""
     package = name.replace("-", "_")
     if not _NAME.fullmatch(name) or keyword.iskeyword(package):
-        raise ValueError(f"{name!r}: must be small letters and digits, with single hyphens between them, such as my-app")
+        raise ValueError(f"{name!r}: must be lowercase letters and digits, with single hyphens between them, such as my-app")
     if importlib.util.find_spec(package) is not None:
-        raise ValueError(f"{name!r}: is the name of an installed package, which the app would hide; take another one")
+        raise ValueError(f"{name!r}: is the name of an installed package, which the app would hide; choose another name")
     return package

@@ -1,4 +1,4 @@
-"""A run's progress on the screen: a bar in a terminal, a line that changes in a notebook, otherwise one line per round."""
+"""A run's progress on the screen: a bar in a terminal, a changing line in a notebook, else one line per round."""
 
 import importlib
 import sys
@@ -9,12 +9,12 @@ from typing import Any, Self, TextIO
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn
 
-from flower_dp.core import columns
-from flower_dp.core.words import epsilon_in_words
+from flower_dp.core import metric_columns
+from flower_dp.core.formatting import format_epsilon
 
 
 class Display:
-    """Shows a run while it runs: one plain line per round."""
+    """The plain display of a run: one line per round."""
 
     def __init__(self, stream: TextIO | None = None) -> None:
         self._stream = stream
@@ -28,13 +28,13 @@ class Display:
         return
 
     def show(self, metrics: Mapping[str, Any]) -> None:
-        """Take one line of `metrics.jsonl`."""
+        """Show one line of `metrics.jsonl`."""
         left = self.seconds_left(metrics, time.monotonic())
         self._newest.update(metrics)
-        self._draw(metrics, [f"left {clock(left)}"] if left else [])
+        self._draw(metrics, [f"eta {clock(left)}"] if left else [])
 
     def seconds_left(self, metrics: Mapping[str, Any], now: float) -> float | None:
-        """Return the seconds until the last round at the mean pace at which lines came; None before there is one."""
+        """Return the seconds until the last round, at the mean pace of the lines so far; None before there is a pace."""
         at, last = metrics.get("round"), metrics.get("num-rounds")
         if not isinstance(at, int) or not isinstance(last, int):
             return None
@@ -50,10 +50,9 @@ class Display:
 
 
 class Notebook(Display):
-    """One line of a notebook's cell, with the newest metrics, epsilon and time left.
+    """The display in a notebook: one changing line of a cell, with the newest metrics, epsilon and time left."""
 
-    A bar of rich would be a widget, which clears the cell's results where a notebook is executed without a browser (nbconvert).
-    """
+    # Not a bar of rich: its widget clears the cell's results if a notebook runs without a browser (nbconvert).
 
     _line: Any = None
 
@@ -67,7 +66,7 @@ class Notebook(Display):
 
 
 class Bar(Display):
-    """A progress bar over the rounds, with the newest metrics and epsilon, and the time left."""
+    """The display in a terminal: a progress bar over the rounds, with the newest metrics, epsilon and time left."""
 
     def __init__(self, console: Console, *, among_others: bool = True) -> None:
         super().__init__()
@@ -102,7 +101,7 @@ class Bar(Display):
 
 
 def display(stream: TextIO | None = None) -> Display:
-    """Return the display that fits a stream; None for standard output, which may show other lines above it."""
+    """Return the display that fits a stream. On standard output (None) other lines may appear above the display."""
     console = Console(file=stream)
     if console.is_jupyter:
         return Notebook()
@@ -118,25 +117,25 @@ def round_text(metrics: Mapping[str, Any]) -> str:
 
 
 def quantities(metrics: Mapping[str, Any]) -> list[str]:
-    """Return what `evaluate_fn` returned, private metrics and epsilon, as the line has them; a null epsilon is not private."""
-    parts = [_quantity(name, value) for name, value in columns.metrics(metrics).items()]
-    parts += [private_quantity(name, *found) for name, found in columns.private(metrics).items()]
+    """Return the metrics of `evaluate_fn`, the private metrics and epsilon of a line as texts; null epsilon is not private."""
+    parts = [_quantity(name, value) for name, value in metric_columns.metrics(metrics).items()]
+    parts += [private_quantity(name, *pair) for name, pair in metric_columns.private(metrics).items()]
     if "epsilon" in metrics:
         epsilon = metrics["epsilon"]
-        parts.append("not private" if epsilon is None else f"epsilon {epsilon_in_words(epsilon, decimals=3)}")
+        parts.append("not private" if epsilon is None else f"epsilon {format_epsilon(epsilon, decimals=3)}")
     return parts
 
 
 def private_quantity(name: str, value: float, error: float) -> str:
     """Return a metric of a private evaluation with its standard error: `private accuracy 81.2 ± 3.1 %`."""
-    scale, digits, unit = (100, ".1f", " %") if columns.percent(name) else (1, ".4f", "")
+    scale, digits, unit = (100, ".1f", " %") if metric_columns.percent(name) else (1, ".4f", "")
     return f"{name.replace('-', ' ')} {scale * value:{digits}} ± {scale * error:{digits}}{unit}"
 
 
 def _quantity(name: str, value: float) -> str:
-    if columns.percent(name):
+    if metric_columns.percent(name):
         return f"{name} {100 * value:.1f} %"
-    return f"{name} {value:.4f}" if columns.kind(name) == "loss" else f"{name} {value:.4g}"
+    return f"{name} {value:.4f}" if metric_columns.kind(name) == "loss" else f"{name} {value:.4g}"
 
 
 def clock(seconds: float) -> str:

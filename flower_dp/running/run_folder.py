@@ -32,18 +32,18 @@ MODEL = "model.safetensors"
 MODEL_JSON = "model.json"
 PLOT = "progress.png"
 LOG = "flower.log"
-# In the log of a run, before each attempt but the first.
+# The line in a run's log before each attempt but the first.
 RESUMED_LINE = "--- the run is resumed ---"
-# The folder of checkpoints and of the server's ledger, and in it what `flower-dp run` was asked for.
+# The folder of checkpoints, of the server's ledger, and of the launch record of `flower-dp run`.
 CHECKPOINT = "checkpoint"
-# What a run writes. An app's own files of these names are not linked into the folder.
+# Results of a run. An app's own files of these names are not linked into the folder.
 RESULTS = (CONFIG, METRICS, STATEMENT_JSON, STATEMENT_TEXT, MODEL, MODEL_JSON, PLOT, LOG, CHECKPOINT)
-# Modes of a new folder, and of its log: the log, and the times of files, may tell how many clients took part.
+# Only the owner may open a new folder and its log: the log, and the times of files, may tell how many clients took part.
 _OWNERS_ALONE, _OWNERS_FILE, _ANY_FILE = 0o700, 0o600, 0o666
 _MOST_ROUNDS = 2**31 - 1
-# Called with every line of `metrics.jsonl` that is written in this context.
+# The function that gets every line of `metrics.jsonl` written in this context.
 ON_LINE: ContextVar[Callable[[Mapping[str, Any]], None]] = ContextVar("on_line", default=lambda line: None)
-# Settings that say where a run is kept, and nothing of what it does.
+# Settings that change where a run is stored, and nothing that it computes.
 _FREE = {"output-dir", "resume"}
 
 
@@ -51,11 +51,11 @@ _FREE = {"output-dir", "resume"}
 class RunFolder:
     """The folder of one run.
 
-    Attributes:
-        path: of the folder.
+    Every file except `metrics.jsonl` and `flower.log` is written completely or not at all; `metrics.jsonl` grows by whole lines.
+    Only the owner can open a folder that is created here, and the log in any folder.
 
-    Every file but `metrics.jsonl` and `flower.log` is written completely or not at all; `metrics.jsonl` grows by complete lines.
-    A folder that is created is its owner's alone, and so is the log in any folder.
+    Attributes:
+        path: path of the folder.
 
     Example:
         >>> import tempfile
@@ -74,54 +74,53 @@ class RunFolder:
 
     @classmethod
     def create(cls, path: str | os.PathLike[str] | None, config: Mapping[str, Any], name: str) -> Self:
-        """Make the folder and write the resolved configuration to `run-config.toml`.
+        """Create the folder, and write the run's settings to `run-config.toml`.
 
         Args:
-            path: The folder; None for the folder that `flower-dp run` has passed, or, if the app is not run by that command, for
-                a new one under `~/.flower-dp/runs` (see `new_folder`).
-            config: The run's settings, with values that TOML can hold.
-            name: The name of the run, used in the default folder's name.
+            path: path of the folder; None for the folder of `flower-dp run`. If another command runs the app, None means a new
+                folder under `~/.flower-dp/runs` (see `new_folder`).
+            config: settings of the run, with values that TOML can hold.
+            name: name of the run, for the default folder's name.
 
         Raises:
-            ValueError: The folder already holds a run, or `path` is a file.
+            ValueError: if the folder already holds a run, or `path` is a file.
         """
         passed = os.environ.get(RUN_FOLDER) if path is None else None
         folder = Path(passed) if passed else new_folder(path, name)
         # The folder that `flower-dp run` has created may contain links to the app's files.
         if held := [name for name in RESULTS if name not in (LOG, CHECKPOINT) and (folder / name).exists()]:
-            raise ValueError(f"{folder}: already holds {held[0]}; a run of an app has one run folder; give another one a path")
+            raise ValueError(f"{folder}: already holds {held[0]}; a run needs a folder of its own: give this run another path")
         write_whole(folder / CONFIG, tomli_w.dumps(dict(config)).encode())
         return cls(path=folder)
 
     @classmethod
-    def again(cls, path: str | os.PathLike[str] | None, config: Mapping[str, Any]) -> Self:
-        """Return the folder of a run that goes on.
+    def reopen(cls, path: str | os.PathLike[str] | None, config: Mapping[str, Any]) -> Self:
+        """Return the folder of a run that is resumed.
 
         Args:
-            path: The folder; None for the one that `flower-dp run` has passed.
-            config: The run's settings, those with which it began.
+            path: path of the folder; None for the folder of `flower-dp run`.
+            config: settings of the run, the same as at its start.
 
         Raises:
-            SettingsError: There is no such run, or it had other settings.
+            SettingsError: if there is no such run, or it had other settings.
         """
-        place = os.environ.get(RUN_FOLDER) if path is None else path
-        if not place:
+        given = os.environ.get(RUN_FOLDER) if path is None else path
+        if not given:
             raise checks.SettingsError("resume: needs the path of the run folder")
-        folder = cls(path=Path(place).absolute())
+        folder = cls(path=Path(given).absolute())
         file = folder.path / CONFIG
         if file.is_file():
             before = tomllib.loads(file.read_text(encoding="utf-8"))
             now = tomllib.loads(tomli_w.dumps(dict(config)))
             for key, value in before.items():  # a newer release may have more settings
                 if key not in _FREE and now.get(key, value) != value:
-                    raise checks.SettingsError(f"{key}={now[key]!r}: was {value!r} in {folder.path}: it can't change")
+                    raise checks.SettingsError(f"{key}={now[key]!r}: was {value!r} in {folder.path}: it can't change in a run")
         return folder
 
-    def cut(self, last: int) -> list[dict[str, Any]]:
-        """Drop the lines of `metrics.jsonl` of rounds after `last`, and the statement, which the run is about to outgrow.
+    def truncate(self, last: int) -> list[dict[str, Any]]:
+        """Drop the lines of `metrics.jsonl` after round `last`, and the statement; return the other lines.
 
-        Returns:
-            The lines that stay.
+        The statement goes because the resumed run will charge more than it covers.
         """
         lines = [line for line in read_metrics(self.path) if line.get("round", 0) <= last]
         content = "".join(json.dumps(line, allow_nan=False) + "\n" for line in lines)
@@ -130,64 +129,63 @@ class RunFolder:
         return lines
 
     def append(self, metrics: Mapping[str, Any]) -> None:
-        """Add one line to `metrics.jsonl`, on disk when this returns; NaN and infinity become null."""
+        """Append one line to `metrics.jsonl`; NaN and infinity become null."""
         line = json.dumps(_plain(metrics), allow_nan=False)
         with (self.path / METRICS).open("a", encoding="utf-8") as file:
             file.write(line + "\n")
         ON_LINE.get()(metrics)
 
     def state(self, statement: Mapping[str, Any], text: str) -> None:
-        """Write the privacy statement, also of a run that failed, since its releases before the failure count.
+        """Write the privacy statement. A failed run has one too, since its releases before the failure count.
 
         Args:
-            statement: The statement as `to_dict()` gives it.
-            text: The statement as text for people.
+            statement: statement in the form of `to_dict()`.
+            text: statement as text for people.
         """
         content = json.dumps(_plain(statement), allow_nan=False, indent=2) + "\n"
         write_whole(self.path / STATEMENT_JSON, content.encode())
         write_whole(self.path / STATEMENT_TEXT, (text.rstrip("\n") + "\n").encode())
 
-    def finish(
+    def write_results(
         self, arrays: Mapping[str, NDArray[np.generic]], others: Mapping[str, Any] | None = None, *, unfinished: str = ""
     ) -> None:
-        """Write the final model, what it consists of, and the plot of the metrics.
-
-        Without matplotlib there is no plot.
+        """Write the final model, its description, and the plot of the metrics, which needs matplotlib.
 
         Args:
-            arrays: The model's named arrays, of any shape (0-d too) and memory layout.
-            others: The arrays of the whole model that the run did not have, such as a frozen base (`trained_model.rest_of`).
-            unfinished: Of a run that did not end: after which round this was its model, in words.
+            arrays: arrays of the model by name, of any shape (0-d too) and memory layout.
+            others: arrays of the whole model that the run did not have, such as a frozen base (`trained_model.rest_of`).
+            unfinished: the round of this model as text, if the run did not end; "" for the final model.
 
         Raises:
-            ValueError: An array's dtype is one that safetensors cannot hold.
+            ValueError: if safetensors can't hold an array's dtype.
         """
         content = _safetensors(arrays)
         write_whole(self.path / MODEL, content)
-        said = described(arrays, content, others or {}) | ({"unfinished": unfinished} if unfinished else {})
-        write_whole(self.path / MODEL_JSON, (json.dumps(said, indent=2) + "\n").encode())
+        description = described(arrays, content, others or {}) | ({"unfinished": unfinished} if unfinished else {})
+        write_whole(self.path / MODEL_JSON, (json.dumps(description, indent=2) + "\n").encode())
         if importlib.util.find_spec("matplotlib") is not None:
             from flower_dp.running import plot  # noqa: PLC0415  (slow to load)
 
             write_whole(self.path / PLOT, plot.png(read_metrics(self.path)))
 
-    def model_into(self, model: "nn.Module") -> tuple[str, ...]:
-        """Put the trained model into a torch module; return the names of the parameters and buffers that stay as they are.
+    def load_model_into(self, model: "nn.Module") -> tuple[str, ...]:
+        """Copy the trained model into a torch module; return the names of the unchanged parameters and buffers.
 
-        Only what the run has trained, or sent, is replaced: buffers stay, and so does a frozen base, as of LoRA, which must be in
-        the module. Tied weights are one tensor, under any of their names. `model.json` says what the folder has, with hashes.
+        The method replaces only arrays that the run trained or sent. Buffers stay, and so does a frozen base, as of LoRA, which
+        the module must already have. Tied weights are one tensor, under any of their names. `model.json` lists the folder's
+        arrays, with hashes.
 
         Args:
-            model: a module of the run's architecture, on any device.
+            model: module of the run's architecture, on any device.
 
         Raises:
-            ValueError: naming the arrays that do not fit the module; or the folder has no model, or not that of the run.
+            ValueError: naming the arrays that do not fit the module; or if the folder has no model, or not that of the run.
 
         Example:
             >>> from flower_dp import RunFolder
             >>> def trained(path):
             ...     model = make_model()
-            ...     RunFolder(path).model_into(model)
+            ...     RunFolder(path).load_model_into(model)
             ...     return model.eval()
         """
         arrays, others = stored_model(self.path / MODEL, self.path / MODEL_JSON)
@@ -195,25 +193,25 @@ class RunFolder:
 
 
 def new_folder(path: str | os.PathLike[str] | None, name: str) -> Path:
-    """Return the absolute path of a folder for one run, created if necessary, that holds nothing but a `flower.log`.
+    """Create the folder of one run if necessary, and return its absolute path. The folder is empty, or holds a `flower.log`.
 
     `flower-dp run` creates the folder and opens the log before the ServerApp uses the folder, so a folder with only that log is
     still free.
 
     Args:
-        path: The folder; None for `~/.flower-dp/runs/<UTC time>-<name>`, with a number at the end if two runs with the same name
-            start in the same second.
-        name: The name of the run.
+        path: path of the folder; None for `~/.flower-dp/runs/<UTC time>-<name>`. It gets a number at the end if two runs of one
+            name start in the same second.
+        name: name of the run.
 
     Raises:
-        ValueError: `path` is a file, a folder that holds anything else, or one that can't be made.
+        ValueError: if `path` is a file, holds anything else, or can't be created.
     """
     if path is not None:
         folder = Path(path).expanduser().absolute()
         try:
             folder.mkdir(_OWNERS_ALONE, parents=True, exist_ok=True)
         except OSError as error:
-            raise ValueError(f"run folder {str(path)!r}: can't be made: {error.strerror}; take another folder") from None
+            raise ValueError(f"run folder {str(path)!r}: can't be created: {error.strerror}; choose another folder") from None
         if held := sorted(entry.name for entry in folder.iterdir() if entry.name != LOG):
             raise ValueError(f"run folder {str(path)!r}: already holds {held[0]}; must be a new or an empty folder")
         return folder
@@ -231,29 +229,32 @@ def new_folder(path: str | os.PathLike[str] | None, name: str) -> Path:
 
 
 def forget_statement(folder: Path) -> None:
-    """Remove the statement from the folder of a run or a sweep, which is about to outgrow it."""
+    """Remove the statement from the folder of a run or a sweep that will soon charge more than the statement covers."""
     for name in (STATEMENT_JSON, STATEMENT_TEXT):
         (folder / name).unlink(missing_ok=True)
 
 
 def lacks_statement(folder: Path) -> bool:
-    """Return whether a run in a folder has begun, and has left no statement, as its process was killed."""
+    """Return whether a run in a folder has begun and left no statement, because its process was killed."""
     return not (folder / STATEMENT_JSON).exists() and any((folder / CHECKPOINT).glob("checkpoint*"))
 
 
 def is_finished(folder: Path) -> bool:
-    """Return whether the run in a folder has ended by itself, and left its model."""
-    said = folder / MODEL_JSON
-    # The model is written first: without the other file nothing says that it is the final one.
-    if not (said.is_file() and (folder / MODEL).is_file()):
+    """Return whether the run in a folder has ended by itself and left its final model."""
+    description = folder / MODEL_JSON
+    # The model is written first: a model without its description may be that of an unfinished run.
+    if not (description.is_file() and (folder / MODEL).is_file()):
         return False
-    return "unfinished" not in checks.json_object(str(said), said.read_bytes())
+    return "unfinished" not in checks.json_object(str(description), description.read_bytes())
 
 
 def new_log(folder: Path, *, go_on: bool = False, resumed: bool = False) -> IO[bytes]:
-    """Open the log of a run in its folder, empty unless it goes on: its owner's alone, also if it was there and was not.
+    """Open the log of a run in its folder for its owner alone, also if others could open an earlier log there.
 
-    If the run is `resumed`, a line in the log tells where its last attempt begins.
+    Args:
+        folder: folder of the run.
+        go_on: whether to append to the log; otherwise the log is emptied.
+        resumed: whether to mark the beginning of a new attempt with a line.
     """
     file = _opened(folder / LOG, _OWNERS_FILE, go_on=go_on)
     (folder / LOG).chmod(_OWNERS_FILE)
@@ -264,7 +265,7 @@ def new_log(folder: Path, *, go_on: bool = False, resumed: bool = False) -> IO[b
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """Write a file so that readers, also after a crash, find the old content or the new, never a part."""
+    """Write a file atomically: readers, also after a crash, find the old content or the new one, never a part."""
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
         with _opened(part, _OWNERS_FILE if path.name == LOG else _ANY_FILE) as file:
@@ -277,19 +278,19 @@ def write_whole(path: Path, content: bytes) -> None:
 
 
 def _opened(path: Path, mode: int, *, go_on: bool = False) -> IO[bytes]:
-    """Open a file to write it, anew or after what it has, with this mode if it is not there yet."""
-    how = os.O_APPEND if go_on else os.O_TRUNC
-    return os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | how | os.O_CLOEXEC, mode), "ab" if go_on else "wb")
+    """Open a file to overwrite or append to it. A new file gets this mode."""
+    flag = os.O_APPEND if go_on else os.O_TRUNC
+    return os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | flag | os.O_CLOEXEC, mode), "ab" if go_on else "wb")
 
 
 def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     """Return the lines of `metrics.jsonl` (the file itself or its folder), oldest first.
 
-    A last line without its line end is still being written, or was cut off by a crash, and is left out; a missing
-    file is a run without rounds.
+    A last line without its line end is left out: it is still being written, or a crash cut it off. A missing file is a run
+    without rounds.
 
     Raises:
-        ValueError: A whole line is not a JSON object, or its `round` is no whole number.
+        ValueError: if a whole line is not a JSON object, or its `round` is not a whole number.
     """
     file = Path(path, METRICS) if Path(path).is_dir() else Path(path)
     if not file.exists():
@@ -304,7 +305,7 @@ def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
 
 
 def _plain(value: Any) -> Any:
-    """Return `value` as JSON can hold it: NumPy scalars unpacked, NaN and infinity as None."""
+    """Return a value in a form that JSON can hold: NumPy scalars as Python numbers, NaN and infinity as None."""
     if isinstance(value, Mapping):
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

@@ -1,4 +1,4 @@
-"""What a command shows while runs are made, on standard output that may be closed at any time."""
+"""The screen of a command during its runs. Readers may close standard output at any time."""
 
 import logging
 import os
@@ -23,10 +23,10 @@ _LOOK_SECONDS = 0.1
 
 @contextmanager
 def shown(stream: TextIO | None = None) -> Iterator[None]:
-    """Let output within this context end what the command does, as a signal would, if nobody reads it any longer.
+    """Turn a broken pipe within this context into an interruption of the command, as by a signal.
 
-    The stream, standard output by default, is discarded from then on, so that a run that ends can still tell where its statement
-    is.
+    From then on the output to the stream, by default standard output, is discarded, so that the end of a run meets no further
+    broken pipe.
 
     Raises:
         Interrupted: by SIGPIPE, in place of BrokenPipeError.
@@ -42,17 +42,17 @@ def shown(stream: TextIO | None = None) -> Iterator[None]:
 
 
 def echo(line: str, stream: TextIO | None = None) -> None:
-    """Write a line to a stream, standard output by default; see `shown`."""
+    """Write a line to a stream, by default standard output; see `shown`."""
     with shown(stream):
         typer.echo(line, file=stream)
 
 
 @contextmanager
 def own_stream() -> Iterator[TextIO]:
-    """Yield a stream to what is standard output now, which stays that while this process writes to a log."""
+    """Yield a stream to the present standard output, which stays the same while this process writes to a log."""
     try:
         copy = os.dup(1) if sys.stdout.fileno() == 1 else None
-    except (OSError, ValueError):  # not of the system: in a test, say
+    except (OSError, ValueError):  # standard output without a descriptor, as in a test
         copy = None
     if copy is None:
         yield sys.stdout
@@ -66,18 +66,18 @@ def own_stream() -> Iterator[TextIO]:
 
 
 class Screen(logging.Handler):
-    """Shows the metrics of a run, and what this process logs to be shown; before that the whole log of a run in its folder.
+    """The screen of one run: first the lines of its log, then its metrics and the log records for the screen.
 
-    The log is followed until the first metrics, or the first error that is logged to be shown: its traceback, and what follows
-    from it, are in the log alone.
+    The screen follows the log until the first metrics, or until the first error for the screen: the traceback of that error, and
+    later lines, are in the log alone.
 
     Args:
-        display: for the metrics.
-        stream: for lines of the log.
-        file: the log, which is followed within this context.
-        goes_on: whether what is in it already was shown by an earlier process.
-        quiet: whether the log is not followed at all.
-        interrupt: called with SIGPIPE if nobody reads the stream any longer.
+        display: display of the metrics.
+        stream: stream for lines of the log.
+        file: log of the run, followed within this context.
+        goes_on: whether an earlier process has shown the log's present content.
+        quiet: whether not to follow the log at all.
+        interrupt: function called with SIGPIPE if the stream has no reader any longer.
     """
 
     def __init__(
@@ -100,14 +100,14 @@ class Screen(logging.Handler):
         log.removeHandler(self)
 
     def show(self, metrics: Mapping[str, Any]) -> None:
-        """Show the line of a round, and no more of the log."""
+        """Show the line of a round, and stop to follow the log."""
         self._read()
         self._quiet = True
         with shown(self._stream):
             self._display.show(metrics)
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Show what is logged to be shown, unless the log is, which has it."""
+        """Show a log record for the screen, unless the screen still follows the log, which has the record too."""
         if is_shown(record):
             self._quiet |= record.levelno >= logging.ERROR
             if self._quiet:

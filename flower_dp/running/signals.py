@@ -1,4 +1,4 @@
-"""The signals that end what a command does: they are recorded, so that no step is interrupted."""
+"""Signals that end a command. They are recorded, so that no step is interrupted."""
 
 import signal
 import threading
@@ -7,7 +7,7 @@ from typing import Any, Self
 
 
 class Interrupted(KeyboardInterrupt):
-    """A signal ended the run; all processes that it had started have ended."""
+    """The interruption of a run by a signal; all processes that the run started have ended."""
 
     def __init__(self, signum: int) -> None:
         super().__init__(f"interrupted by {signal.Signals(signum).name}")
@@ -15,16 +15,18 @@ class Interrupted(KeyboardInterrupt):
 
 
 def ending_signals() -> list[int]:
-    """Return the signals that end a command, of those that this system has; `nohup` asks to go on after the terminal is gone."""
+    """Return the signals of this system that end a command."""
+    # Under `nohup` SIGHUP is ignored: the command must outlive its terminal.
     hup = getattr(signal, "SIGHUP", None)
     return [signal.SIGINT, signal.SIGTERM, *([] if hup is None or signal.getsignal(hup) is signal.SIG_IGN else [hup])]
 
 
 class Signals:
-    """Within this context SIGINT, SIGTERM and SIGHUP are recorded, so that no step is interrupted; or the first one is raised.
+    """A context that records SIGINT, SIGTERM and SIGHUP, so that no step is interrupted, or raises the first one.
 
     Args:
-        raises: whether the first one raises Interrupted wherever the main thread is. What is written then is not interrupted.
+        raises: whether the first signal raises Interrupted, wherever the main thread is. Later signals don't interrupt the writes
+            that follow.
     """
 
     def __init__(self, *, raises: bool = False) -> None:
@@ -46,7 +48,7 @@ class Signals:
         for signum, handler in self._before.items():
             signal.signal(signum, handler)
         if kind is None:
-            self.check()  # it came during the last steps: the caller still wants to end
+            self.check()  # a signal during the last steps must still end the caller
 
     def _note(self, signum: int, frame: FrameType | None) -> None:
         self._came = self._came or signum
@@ -55,15 +57,15 @@ class Signals:
             raise Interrupted(self._came)
 
     def end(self, signum: int) -> None:
-        """Interrupt the main thread, from another one, as if this signal had come."""
+        """Interrupt the main thread from another thread, as if this signal had arrived."""
         self._came = self._came or signum
         signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
 
     def again(self) -> bool:
-        """Return whether a second signal came."""
+        """Return whether a second signal has arrived."""
         return self.count > 1
 
     def check(self) -> None:
-        """Raise Interrupted if a signal came."""
+        """Raise Interrupted if a signal has arrived."""
         if self._came:
             raise Interrupted(self._came)

@@ -1,7 +1,7 @@
-"""Writers for `on_round`: TensorBoard, MLflow, Weights & Biases, each on its own library, an extra of this package.
+"""Writers for `on_round`: TensorBoard, MLflow and Weights & Biases. Each needs its own library, an extra of this package.
 
-A line without `elapsed` is of a run whose rounds' times tell how many clients take part, which is secret. No writer stores a time
-of its rounds then.
+If the times of a run's rounds tell how many clients take part, and that number is secret, its lines have no `elapsed`. No writer
+stores a time of such a run's rounds.
 """
 
 import importlib
@@ -15,12 +15,12 @@ _NOT_DRAWN = ("round", "num-rounds")
 
 
 class TensorBoard:
-    """Writes the numbers of every round to a TensorBoard log; needs `flower-dp[tensorboard]`, and no torch.
+    """A writer of every round's numbers to a TensorBoard log; needs `flower-dp[tensorboard]`, and no torch.
 
-    Where the cohort is secret, all rounds have the time at which the run began.
+    If the cohort is secret, all rounds have the time at which the run began.
 
     Args:
-        folder: of the log; a relative one is in the run folder under `flower-dp run`. One run a folder.
+        folder: folder of the log, for one run. Under `flower-dp run` a relative folder is in the run folder.
 
     Example:
         >>> from flower_dp.core.sampling import FullSampling
@@ -43,7 +43,7 @@ class TensorBoard:
         """Begin the log.
 
         Raises:
-            ImportError: TensorBoard is not installed.
+            ImportError: if TensorBoard is not installed.
         """
         summary = _library("tensorboard.summary", "tensorboard")
         self._began = time.time()
@@ -61,15 +61,15 @@ class TensorBoard:
 
 
 class MLflow:
-    """Writes the numbers of every round to a run of MLflow; needs `flower-dp[mlflow]`.
+    """A writer of every round's numbers to a run of MLflow; needs `flower-dp[mlflow]`.
 
-    Where the cohort is secret, all rounds have the time at which the run began, and the run ends at that time. A server of MLflow
-    that others run sees when the numbers arrive.
+    If the cohort is secret, all rounds have the time at which the run began, and the run ends at that time. An MLflow server of
+    somebody else still sees when the numbers arrive.
 
     Args:
         experiment: name of the experiment, created if there is none.
-        tracking_uri: of MLflow's server or data base; None for MLflow's own default.
-        run_name: None for a name of MLflow's.
+        tracking_uri: URI of MLflow's server or database; None for MLflow's own default.
+        run_name: name of the run; None for a name by MLflow.
     """
 
     def __init__(self, experiment: str = "flower-dp", *, tracking_uri: str | None = None, run_name: str | None = None) -> None:
@@ -79,8 +79,8 @@ class MLflow:
         """Begin the run.
 
         Raises:
-            ImportError: MLflow is not installed.
-            Exception: as MLflow's, where it can't be reached.
+            ImportError: if MLflow is not installed.
+            Exception: MLflow's own, if its server can't be reached.
         """
         self._mlflow = _library("mlflow", "mlflow")
         self._client = self._mlflow.MlflowClient(self._uri)
@@ -103,13 +103,13 @@ class MLflow:
 
 
 class WandB:
-    """Writes the numbers of every round to a run of Weights & Biases; needs `flower-dp[wandb]`.
+    """A writer of every round's numbers to a run of Weights & Biases; needs `flower-dp[wandb]`.
 
-    W&B stores the time of every row. So where the cohort is secret, all rows are written at the end of the run.
+    W&B stores the time of every row. So if the cohort is secret, all rows are written at the end of the run.
 
     Args:
         project: name of the project.
-        init: further arguments of `wandb.init`, such as `entity`, `name`, `mode="offline"`. `settings` are by default without the
+        init: further arguments of `wandb.init`, such as `entity`, `name`, `mode="offline"`. By default `settings` exclude the
             server's output and load, which tell more than the numbers of the rounds.
     """
 
@@ -120,8 +120,8 @@ class WandB:
         """Begin the run.
 
         Raises:
-            ImportError: W&B is not installed.
-            Exception: as W&B's, where it can't be reached.
+            ImportError: if W&B is not installed.
+            Exception: W&B's own, if its server can't be reached.
         """
         self._held: list[Mapping[str, Any]] = []
         self._run = _library("wandb", "wandb").init(**self._init)
@@ -141,7 +141,7 @@ class WandB:
 
 
 def numbers(line: Mapping[str, Any]) -> dict[str, float]:
-    """Return the finite numbers of a line; an epsilon of a run that is not private is none."""
+    """Return the finite numbers of a line; the epsilon of a run that is not private is not among them."""
     return {
         name: float(value)
         for name, value in line.items()

@@ -1,4 +1,4 @@
-"""The trained model of a run folder, and how it gets into a torch module."""
+"""The trained model of a run folder: its description, and its copy into a torch module."""
 
 import hashlib
 import logging
@@ -21,12 +21,12 @@ Arrays = Mapping[str, NDArray[np.generic]]
 
 
 def described(arrays: Arrays, content: bytes, others: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a folder says of its model: shape, dtype and hash of every array, and the hash of the file.
+    """Return the description of a folder's model: shape, dtype and hash of every array, and the hash of the file.
 
     Args:
-        arrays: the model's arrays.
-        content: of the file that holds them.
-        others: the arrays of the whole model that the file has not (`rest_of`).
+        arrays: arrays of the model.
+        content: content of the file that holds the arrays.
+        others: arrays of the whole model that the file does not have (`rest_of`).
     """
     return {
         "sha256": hashlib.sha256(content).hexdigest(),
@@ -39,18 +39,15 @@ def described(arrays: Arrays, content: bytes, others: Mapping[str, Any]) -> dict
 
 
 def rest_of(model: "nn.Module") -> dict[str, dict[str, Any]]:
-    """Return shape, dtype and hash of what a model has besides its trainable parameters: a frozen base, and buffers.
-
-    Only what is in its state_dict counts.
-    """
+    """Return shape, dtype and hash of a model's frozen parameters and buffers, as far as its state_dict has them."""
     import torch  # noqa: PLC0415
 
     trained = {parameter.data_ptr() for parameter in model.parameters() if parameter.requires_grad and parameter.numel()}
     state = {name: tensor for name, tensor in model.state_dict().items() if isinstance(tensor, torch.Tensor)}
-    return {name: _said(tensor) for name, tensor in state.items() if tensor.data_ptr() not in trained}
+    return {name: _described_tensor(tensor) for name, tensor in state.items() if tensor.data_ptr() not in trained}
 
 
-def _said(tensor: "torch.Tensor") -> dict[str, Any]:
+def _described_tensor(tensor: "torch.Tensor") -> dict[str, Any]:
     import torch  # noqa: PLC0415
 
     content = tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
@@ -59,53 +56,53 @@ def _said(tensor: "torch.Tensor") -> dict[str, Any]:
 
 
 def stored_model(file: Path, description: Path) -> tuple[dict[str, NDArray[np.generic]], Mapping[str, Any]]:
-    """Return the arrays of a model, in the order in which the run had them, and what is said of those that it has not.
+    """Return the arrays of a model, in the run's order, and the descriptions of the arrays that the run did not have.
 
     Raises:
-        ValueError: there is no model, as in a run without a checkpoint, or it is not the one that is described.
+        ValueError: if there is no model, as in a run without a checkpoint, or it differs from its description.
     """
     if not (file.is_file() and description.is_file()):
         raise ValueError(f"{file.parent}: has no {file.name} with its {description.name}: only a run that has ended has them")
-    content, said = file.read_bytes(), checks.json_object(str(description), description.read_bytes())
-    if hashlib.sha256(content).hexdigest() != said.get("sha256"):
+    content, stated = file.read_bytes(), checks.json_object(str(description), description.read_bytes())
+    if hashlib.sha256(content).hexdigest() != stated.get("sha256"):
         raise ValueError(f"{file}: is not the run's model: its SHA-256 is not that in {description.name}")
-    if unfinished := said.get("unfinished"):
+    if unfinished := stated.get("unfinished"):
         log.warning("%s: is the model of a run that did not end: %s", file, unfinished)
-    arrays, names, others = loaded(file, content), said.get("arrays"), said.get("not here")
+    arrays, names, others = load_arrays(file, content), stated.get("arrays"), stated.get("not here")
     if not isinstance(names, dict) or not isinstance(others, dict) or set(names) != set(arrays):
         raise ValueError(f"{description}: does not describe the arrays of {file.name}")
     return {name: arrays[name] for name in names}, others
 
 
-def loaded(file: Path, content: bytes) -> dict[str, NDArray[np.generic]]:
-    """Return the named arrays that a file's content holds.
+def load_arrays(file: Path, content: bytes) -> dict[str, NDArray[np.generic]]:
+    """Return the arrays in a file's content, by name.
 
     Raises:
-        ValueError: naming the file, if it is no safetensors file.
+        ValueError: naming the file, if it is not a safetensors file.
     """
     from safetensors.numpy import load  # noqa: PLC0415
 
     try:
         return dict(load(content))
-    except Exception as error:  # safetensors has its own class, in Rust
+    except Exception as error:  # safetensors raises a class of its own, made in Rust
         raise ValueError(f"{file.parent}: {file.name} can't be read: {error}") from None
 
 
 def put_into(model: "nn.Module", arrays: Arrays, others: Mapping[str, Any], where: str) -> tuple[str, ...]:
-    """Replace those parameters and buffers of a model that a run has trained; return the names of the others.
+    """Replace the parameters and buffers of a model that a run has trained; return the names of the others.
 
-    A tensor that has two names, as tied weights, is replaced by either. Arrays without names, 0, 1, ..., as a `NumPyClient` sends
-    them, are those of the model's state_dict in order, or its trainable parameters.
+    Tied weights, one tensor with two names, are replaced under either name. Arrays without names, 0, 1, ..., as a `NumPyClient`
+    sends them, are those of the model's state_dict in order, or its trainable parameters.
 
     Args:
-        model: the module, of the same architecture; on any device.
-        arrays: by name.
-        others: what the run's model had besides: where the module has another one of them, the two are not of one model.
-        where: what has them, for errors.
+        model: module of the same architecture, on any device.
+        arrays: arrays of the run, by name.
+        others: descriptions of the arrays of the run's model that the run did not train. The module must have the same ones.
+        where: file of the arrays, for errors.
 
     Raises:
-        ValueError: naming the arrays that the model has not, that have another shape or kind of number, that the model trains
-            and the run has not, or that the run did not train and are others in the model.
+        ValueError: naming every array that does not fit. It is missing in the model; or has another shape or kind of number; or
+            is trained by the model alone; or was not trained by the run, and differs.
     """
     import torch  # noqa: PLC0415
 
@@ -124,8 +121,8 @@ def put_into(model: "nn.Module", arrays: Arrays, others: Mapping[str, Any], wher
     ]
     problems += [
         f"{name!r} is not that of the run, which did not train it"
-        for name, said in others.items()
-        if name not in state or _said(state[name]) != said
+        for name, stated in others.items()
+        if name not in state or _described_tensor(state[name]) != stated
     ]
     if problems:
         raise ValueError(f"{where}: does not fit the model: {'; '.join(problems)}")
@@ -134,7 +131,7 @@ def put_into(model: "nn.Module", arrays: Arrays, others: Mapping[str, Any], wher
             state[name].copy_(torch.from_numpy(np.array(array)))
     for name, array in arrays.items():
         if not torch.equal(state[name].cpu(), torch.from_numpy(np.array(array)).to(state[name].dtype)):
-            log.warning("%s: %r has another value than the array that is tied to it in the model, which is taken", where, name)
+            log.warning("%s: %r has another value than the array that is tied to it in the model, which is used", where, name)
     return tuple(name for name, tensor in state.items() if id(tensor) not in replaced)
 
 

@@ -1,6 +1,6 @@
-"""Simulations on this machine's Ray: a Grid whose rounds have no tick, and `flower_dp.simulate`.
+"""Simulations on Ray: a Grid that delivers messages without polling, and `flower_dp.simulate`.
 
-A worker process imports this package before the app, so that nothing here is imported before it is used.
+A worker process imports this package before the app, so every name here is imported at its first use.
 """
 
 from importlib import import_module
@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from flower_dp.simulation.grid import RayGrid
-    from flower_dp.simulation.run import Run, simulate
+    from flower_dp.simulation.run import SimulationResult, simulate
     from flower_dp.simulation.workers import Workers, stop_ray
 
-__all__ = ["RayGrid", "Run", "Workers", "simulate", "stop_ray"]
+__all__ = ["RayGrid", "SimulationResult", "Workers", "simulate", "stop_ray"]
 
-_MODULES = {"RayGrid": "grid", "Run": "run", "simulate": "run", "Workers": "workers", "stop_ray": "workers"}
+_MODULES = {"RayGrid": "grid", "SimulationResult": "run", "simulate": "run", "Workers": "workers", "stop_ray": "workers"}
 
 
 def __getattr__(name: str) -> Any:

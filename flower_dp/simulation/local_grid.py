@@ -1,4 +1,4 @@
-"""A Grid in this process that calls a ClientApp at once, one node after another, and keeps what was sent back."""
+"""A Grid in this process that calls a ClientApp at once, one node after another, and keeps the replies."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid
 
 from flower_dp import wire
-from flower_dp.simulation.identity import CLIENT_APP_RAISED, SERVER_NODE, identify, numbered, run_of
+from flower_dp.simulation.flwr_internals import CLIENT_APP_RAISED, SERVER_NODE, identify, numbered, run_of
 from flower_dp.simulation.worker import FIRST_NODE, Value
 
 
@@ -22,16 +22,16 @@ class Sent:
 
 
 class SimulatedGrid(Grid):
-    """What simulations share of Flower's Grid: one run, whose nodes are all there from the start.
+    """The base of simulated grids: one run, whose nodes all exist from the start.
 
-    From here on messages that this process makes are of this run.
+    After construction, all messages that this process makes belong to this run.
 
     Args:
-        run_id: the run.
-        run_config: its settings.
+        run_id: id of the run.
+        run_config: settings of the run.
     """
 
-    # What a strategy may ask a grid: all nodes are there from the start, and none will come later.
+    # Strategies read it: all nodes exist from the start, so a strategy need not wait for others.
     simulated = True
 
     def __init__(self, run_id: int, run_config: Mapping[str, Value]) -> None:
@@ -44,7 +44,7 @@ class SimulatedGrid(Grid):
         return Context(run_id=self._run.run_id, node_id=SERVER_NODE, node_config={}, state=RecordDict(), run_config=config)
 
     def close(self) -> None:
-        """End what is still at work."""
+        """End what still runs; nothing here."""
 
     def set_run(self, run: Any) -> None:
         """Set the run; for Flower's own programs."""
@@ -63,16 +63,16 @@ class SimulatedGrid(Grid):
 
 
 class LocalGrid(SimulatedGrid):
-    """Nodes 2, 3, ..., each with a context of its own; what they send are Flower's own messages.
+    """A grid of nodes 2, 3, ... in this process, each with a context of its own. Replies are Flower's own messages.
 
     Attributes:
         silent: nodes whose replies to training never arrive.
-        exchanged: the messages of training and their replies, the last of each node.
+        exchanged: last training message and its reply, by node.
 
     Args:
-        app: the ClientApp of all nodes.
-        num_nodes: how many there are. Without any, as where a statement is made from a run folder, nothing is sent.
-        run_config: the settings that the ServerApp and the nodes get.
+        app: ClientApp of all nodes.
+        num_nodes: number of nodes; 0 to send nothing, as for a statement from a run folder.
+        run_config: settings for the ServerApp and the nodes.
     """
 
     def __init__(self, app: ClientApp, num_nodes: int, run_config: Mapping[str, Value] | None = None) -> None:
@@ -102,17 +102,17 @@ class LocalGrid(SimulatedGrid):
         return list(self._contexts)
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
-        """Ask at once, and return the ids of the messages."""
-        asked = list(messages)
-        self._waiting.extend(self.send_and_receive(asked))
-        return [str(message.metadata.message_id) for message in asked]
+        """Send messages, keep the replies, and return the ids of the messages."""
+        sent = list(messages)
+        self._waiting.extend(self.send_and_receive(sent))
+        return [str(message.metadata.message_id) for message in sent]
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
-        """Return the replies to these messages; each is returned once."""
-        asked = set(message_ids)
-        found = [reply for reply in self._waiting if reply.metadata.reply_to_message_id in asked]
-        self._waiting = [reply for reply in self._waiting if reply.metadata.reply_to_message_id not in asked]
-        return found
+        """Return the replies to these messages, each once."""
+        ids = set(message_ids)
+        replies = [reply for reply in self._waiting if reply.metadata.reply_to_message_id in ids]
+        self._waiting = [reply for reply in self._waiting if reply.metadata.reply_to_message_id not in ids]
+        return replies
 
     def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
         """Return the nodes' replies."""
@@ -133,5 +133,5 @@ class LocalGrid(SimulatedGrid):
 
 
 def _trains(message: Message) -> bool:
-    """Return whether a message is of a round of training; a client query may come as a train message too."""
+    """Return whether a message belongs to a round of training. A client query may be a train message too."""
     return message.metadata.message_type == "train" and not wire.is_client_query(message)

@@ -1,4 +1,4 @@
-"""Which workers are there to be handed messages, while Ray looks for a machine for others."""
+"""The placement of workers: those that can take messages, and those for which Ray still looks for a machine."""
 
 import logging
 import time
@@ -8,28 +8,28 @@ from flower_dp.simulation.workers import Workers
 
 log = logging.getLogger("flwr")
 
-# How long the nodes of a worker wait for it, where there is room for it, before the others serve them.
+# How long a worker's nodes wait for it, if a machine has room for it, before other workers serve them.
 _START_SECONDS = 30.0
-# How often in a row a worker is started that does not come: its process may have been killed.
+# Starts in a row before a worker is given up: its process may have been killed.
 _STARTS = 3
-# How long messages wait for the first of several workers.
+# How long messages wait while no worker runs.
 _NOBODY_SECONDS = 300.0
-# From one look at the machines to the next.
+# Time between two looks at the machines.
 _LOOK_SECONDS = 1.0
 
 
 class Placement:
-    """The workers of a run: idle, at work, or not placed on a machine yet.
+    """The workers of a run: idle, busy, or not placed on a machine yet.
 
-    A worker's nodes are its own: it has their data. They go to the others where it can't be started, where the machines that are
-    left have no room for it, or where it isn't there after 30 s. It gets them back when it comes.
+    Each worker has nodes of its own, whose data it holds. Other workers serve them if it can't start, if no machine has room for
+    it, or if it has not started after 30 s. It gets its nodes back when it starts.
 
     Args:
-        workers: the actors.
-        setup: what they need to begin the run; Ray's reference to it.
+        workers: actors of the run.
+        setup: Ray's reference to the pickled `WorkerSetup`.
 
     Attributes:
-        idle: those that may be handed a message, by their index in `workers.actors`.
+        idle: workers that can take a message, by their index in `workers.actors`.
     """
 
     def __init__(self, workers: Workers, setup: Any) -> None:
@@ -43,21 +43,21 @@ class Placement:
             self._begin(index)
 
     def replace(self, index: int) -> None:
-        """A worker has died: let another one begin in its place."""
+        """Start another worker in the place of a dead one."""
         self._workers.replace(index)
         self._begin(index)
 
     def awaited(self) -> list[Any]:
-        """Return Ray's references to those that are being started."""
+        """Return Ray's references to the workers that are starting."""
         return list(self._starting)
 
     def arrived(self, ref: Any) -> bool:
-        """Note that one is there, or could not be started, which is tried twice more; False if it is none of these."""
+        """Record that a worker has started, or restart it at most twice if it failed; return False for any other reference."""
         if ref not in self._starting:
             return False
         index, _ = self._starting.pop(ref)
-        if why := self._workers.failure(ref):
-            log.error("a worker could not be started: %s", why)
+        if reason := self._workers.failure(ref):
+            log.error("A worker could not start: %s", reason)
             self._failed[index] += 1
             if self._failed[index] < _STARTS:
                 self.replace(index)
@@ -67,29 +67,30 @@ class Placement:
         return True
 
     def awaited_by_their_nodes(self) -> set[int]:
-        """Return those that are being started and whose nodes wait for them."""
+        """Return the starting workers whose nodes still wait for them."""
         now = time.monotonic()
         if self._starting and now - self._looked > _LOOK_SECONDS:
             self._room, self._looked = self._workers.have_room(), now
         return {index for index, begun in self._starting.values() if self._room and now - begun < _START_SECONDS}
 
     def check(self, *, at_work: bool, waits: bool) -> None:
-        """Refuse to wait any longer where nobody will ever take a message.
+        """End the wait for workers if no worker will take the messages.
 
         Args:
-            at_work: whether any worker is.
-            waits: whether messages wait for one.
+            at_work: whether any worker is busy.
+            waits: whether messages wait for a worker.
 
         Raises:
-            RuntimeError: no worker is left.
+            RuntimeError: if no worker is left.
         """
         if self.idle or at_work or not waits:
             self._served = time.monotonic()
         elif not self._starting:
-            raise RuntimeError("no worker is left: all have died, and none could be started again")
+            raise RuntimeError("no worker is left: all have died, and none could be started again; the log has the reasons")
         elif (waited := time.monotonic() - self._served) > _NOBODY_SECONDS:
             raise RuntimeError(
-                f"no worker is left: for {waited:.0f} s no machine has had room for one, or it is too busy to start one"
+                f"no worker is left: for {waited:.0f} s no machine has had room for one, or was too busy to start one; "
+                "end other programs on the machines"
             )
 
     def _begin(self, index: int) -> None:

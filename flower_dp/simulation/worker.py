@@ -1,7 +1,7 @@
-"""A worker: runs the ClientApp of a run for its nodes. A Ray actor is made of it; it imports what the app imports.
+"""The worker: a Ray actor that imports an app and runs its ClientApp for nodes.
 
-Nothing of a run is in a worker alone: a node's state is sent along with the reply. A worker draws noise from its own operating
-system, as a device does; no state of a generator is sent to it.
+A worker holds no state of a run alone: it sends a node's state along with the reply. A worker draws noise from its own operating
+system, as a device does. No state of a generator is sent to it.
 """
 
 import faulthandler
@@ -18,10 +18,10 @@ from flwr.clientapp import ClientApp
 
 from flower_dp.running import flower_log, modules
 from flower_dp.simulation.cluster import differences, installed
-from flower_dp.simulation.identity import CLIENT_APP_RAISED, LOAD_CLIENT_APP, identify
+from flower_dp.simulation.flwr_internals import CLIENT_APP_RAISED, LOAD_CLIENT_APP, identify
 
 Value = bool | int | float | str
-# Of the first node; Flower's server is node 1.
+# The id of the first node; Flower's server is node 1.
 FIRST_NODE = 2
 # The pickled state of a node that has had no message.
 EMPTY = pickle.dumps(RecordDict())
@@ -29,19 +29,19 @@ _STDERR = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Setup:
-    """What a worker must know of a run.
+class WorkerSetup:
+    """The facts about a run that a worker needs.
 
     Attributes:
-        run_id: the run.
-        app: a pickle of a function that returns the ClientApp, which may be in a folder that is not known in the worker yet.
-        run_config: the run's settings.
+        run_id: id of the run.
+        app: pickle of a function that returns the ClientApp. It is loaded after `folder` and `path` are set.
+        run_config: settings of the run.
         node_config: further settings of nodes, by partition.
-        folder: the working directory; "" where the worker's own has the app's files.
-        path: where modules are looked for.
+        folder: working directory; "" if the worker's own has the app's files.
+        path: folders in which Python looks for modules.
         bytecode: whether imports may write files beside the modules.
-        versions: what every machine must have installed (`cluster.installed`); empty on the server's own machine.
-        log_file: where what is logged goes; "" for where it goes already.
+        versions: versions that every machine must have installed (`cluster.installed`); empty on the server's own machine.
+        log_file: file for all output; "" for no change.
     """
 
     run_id: int
@@ -55,10 +55,11 @@ class Setup:
     log_file: str = ""
 
     def load(self) -> ClientApp:
-        """Prepare this process for the run, and return its app.
+        """Prepare this process for the run, and return its ClientApp.
 
         Raises:
-            Exception: what importing the app raises, or that this machine has other versions installed.
+            RuntimeError: if this machine has other versions installed.
+            Exception: any error of the app's import.
         """
         if self.log_file:
             flower_log.write_to(self.log_file)
@@ -76,19 +77,19 @@ class Setup:
     def context(self, node: int, num_nodes: int) -> Context:
         """Return the context of a node with an empty state, among so many nodes: FIRST_NODE, FIRST_NODE + 1, ..."""
         partition = node - FIRST_NODE
-        own = {"partition-id": partition, "num-partitions": num_nodes, **self.node_config.get(partition, {})}
-        return Context(run_id=self.run_id, node_id=node, node_config=own, state=RecordDict(), run_config=dict(self.run_config))
+        config = {"partition-id": partition, "num-partitions": num_nodes, **self.node_config.get(partition, {})}
+        return Context(run_id=self.run_id, node_id=node, node_config=config, state=RecordDict(), run_config=dict(self.run_config))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
-    """A reply, the node's state after it, and what the app has logged for the screen.
+class WorkerResult:
+    """A reply, the node's state after it, and the app's log lines for the screen.
 
     Attributes:
-        reply: the reply; an error reply if the app raised.
-        state: the pickled state; None if it is as before the message.
+        reply: reply of the node; an error reply if the app raised.
+        state: pickled state; None if the message did not change it.
         trace: traceback of an error; "" without one.
-        shown: level and text of what was logged to be shown (`root_logger.SHOWN`).
+        shown: level and text of the log lines for the screen (`root_logger.SHOWN`).
     """
 
     reply: Message
@@ -105,46 +106,46 @@ class _Node:
 
 @dataclass(slots=True, repr=False)  # Ray writes its repr before every line of its log
 class Worker:
-    """Runs a ClientApp on messages to nodes, one at a time."""
+    """A worker that runs a ClientApp on messages to nodes, one at a time."""
 
-    _setup: Setup | None = None
+    _setup: WorkerSetup | None = None
     _app: ClientApp | None = None
     _failure: str = "no run has begun"
     _nodes: dict[int, _Node] = field(default_factory=dict)
 
     def begin(self, setup: bytes) -> None:
-        """Begin a run, and import its app; what can't be imported is told in every reply."""
+        """Begin a run, and import its app. If that fails, every reply carries the error."""
         self._setup, self._app, self._failure, self._nodes = None, None, "", {}
         try:
-            found: Setup = pickle.loads(setup)  # noqa: S301
-            self._app, self._setup = found.load(), found
+            loaded: WorkerSetup = pickle.loads(setup)  # noqa: S301
+            self._app, self._setup = loaded.load(), loaded
         except KeyboardInterrupt:
             raise
         except BaseException:  # an app may end the process when it is imported
             self._failure = traceback.format_exc()
 
-    def run(self, message: Message, state: bytes | None, num_nodes: int, patience: float | None = None) -> Answer:
+    def run(self, message: Message, state: bytes | None, num_nodes: int, patience: float | None = None) -> WorkerResult:
         """Run the app on a message.
 
         Args:
-            message: to one of the run's nodes.
-            state: the node's pickled state; None where this worker has given the node's last answer.
-            num_nodes: of the run.
-            patience: seconds after which this process writes to its log where it is, and ends; None for never.
+            message: message to one of the run's nodes.
+            state: pickled state of the node; None if this worker made the node's last reply.
+            num_nodes: number of nodes of the run.
+            patience: seconds after which this process writes its stack to its log, and ends; None for never.
         """
         if patience is not None:
             faulthandler.dump_traceback_later(patience, exit=True, file=_STDERR)
         try:
             with flower_log.kept_to_be_shown() as shown:
-                answer = self._run(message, state, num_nodes)
-            return replace(answer, shown=tuple(shown))
+                result = self._run(message, state, num_nodes)
+            return replace(result, shown=tuple(shown))
         finally:
             faulthandler.cancel_dump_traceback_later()
 
-    def _run(self, message: Message, state: bytes | None, num_nodes: int) -> Answer:
+    def _run(self, message: Message, state: bytes | None, num_nodes: int) -> WorkerResult:
         if self._setup is None or self._app is None:
             last = self._failure.strip().splitlines()[-1]
-            return Answer(reply=Message(Error(LOAD_CLIENT_APP, last), reply_to=message), trace=self._failure)
+            return WorkerResult(reply=Message(Error(LOAD_CLIENT_APP, last), reply_to=message), trace=self._failure)
         number = message.metadata.dst_node_id
         node = self._node(self._setup.context(number, num_nodes), state)
         identify(self._setup.run_id, number)
@@ -156,15 +157,15 @@ class Worker:
         except KeyboardInterrupt:
             raise
         except BaseException as error:
-            # As if the message had not come: half of a change of the state would be worse than none.
+            # As if the message had not arrived: half of a change of the state would be worse than none.
             node.context.state = pickle.loads(node.state)  # noqa: S301
             reply = Message(Error(CLIENT_APP_RAISED, str(error)), reply_to=message)
-            return Answer(reply=reply, trace=traceback.format_exc())
+            return WorkerResult(reply=reply, trace=traceback.format_exc())
         changed, node.state = after != node.state, after
-        return Answer(reply=reply, state=after if changed else None)
+        return WorkerResult(reply=reply, state=after if changed else None)
 
     def _node(self, fresh: Context, state: bytes | None) -> _Node:
-        """Return a node with the state that it has, or is given."""
+        """Return a node with the given state, or with its own if none is given."""
         node = self._nodes.setdefault(fresh.node_id, _Node(context=fresh, state=EMPTY))
         if state is not None:
             node.context.state, node.state = pickle.loads(state), state  # noqa: S301

@@ -1,4 +1,4 @@
-"""Ray, and the actors on it that run ClientApps. Both stay from one simulation to the next."""
+"""Ray and its actors that run ClientApps. Both stay from one simulation to the next."""
 
 import atexit
 import importlib
@@ -21,28 +21,27 @@ from flower_dp.core import checks
 from flower_dp.core.root_logger import SHOWN
 from flower_dp.running.guard import short_folder
 from flower_dp.running.preflight import default_workers
-from flower_dp.running.workplace import environment
+from flower_dp.running.run_workdir import environment
 from flower_dp.simulation.cluster import Cluster, address_of, check_machines, fits, last_line
 
-# Everything listens on this machine's own address only: Ray asks nobody for a password.
+# Ray has no password, so everything listens on this machine's own address only.
 _ADDRESS = "127.0.0.1"
-# What every process of Ray reads from its environment: messages of up to 4 MiB go directly to the worker, not through Ray's
-# object store.
+# Environment of every process of Ray: messages of up to 4 MiB go directly to the worker, not through Ray's object store.
 _MESSAGES = {"RAY_max_direct_call_object_size": str(2**22)}
-# What Ray reads when it starts.
+# Environment of a Ray that starts.
 STARTED = {
     **_MESSAGES,
-    # Ray starts workers at niceness 15, so other programs would take the cores from the training.
+    # By default Ray starts workers at niceness 15, so other programs would take the cores from the training.
     "RAY_worker_niceness": "0",
     "RAY_USAGE_STATS_ENABLED": "0",
-    # How often a process tries to reach another one of this machine that starts: by default once a second, ten times. A busy
-    # machine takes longer, as it may for a worker's imports.
+    # Attempts of a process to reach another one that starts on this machine: by default one per second, ten times. A busy machine
+    # needs longer, also for a worker's imports.
     "RAY_raylet_client_connect_timeout_milliseconds": "20",
     "RAY_raylet_client_num_connect_attempts": "3000",
     "RAY_worker_register_timeout_seconds": "180",
     # Otherwise Ray looks for a `uv run` among the parents of this process.
     "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
-    # On Linux Ray would take the address by which others reach this machine in place of its own, and listen to all.
+    # On Linux Ray would use this machine's outward address in place of its local one, and other machines could reach it.
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
 }
 
@@ -50,29 +49,29 @@ log = logging.getLogger("flwr")
 
 # Held while Ray starts or ends.
 _lock = threading.Lock()
-# What was started or joined here: the folder of a Ray of this process's own, or the cluster.
+# The Ray that this process started (its folder), or the cluster that it joined.
 _ours: Path | Cluster | None = None
-# Workers that are kept for a next run, by their kind: they end where others are made, which may need their cores.
+# Workers kept for the next run, by their kind. They end when others are made, which may need their cores.
 _idle: dict[Any, "Workers"] = {}
 
 
 class RayStartError(RuntimeError):
-    """Ray does not start on this machine: no run has begun."""
+    """An error of Ray at its start on this machine; no run has begun."""
 
 
 def start_ray(num_cpus: int, folder: Path | None = None, cluster: Cluster | None = None, *, to_screen: bool = True) -> Any:
-    """Start Ray on this machine, or join a cluster, unless this process has done that already, and return Ray's module.
+    """Start Ray on this machine, or join a cluster, unless this process already has; return Ray's module.
 
     Args:
-        num_cpus: how many workers of one core may run at once, on this machine.
-        folder: where Ray puts its sockets and logs, removed with Ray; None for a new one.
-        to_screen: whether this process shows what workers write.
-        cluster: what to join; None to start Ray here. A Ray that `ray.init` has started in this process serves for both.
+        num_cpus: number of one-core workers that may run at once on this machine.
+        folder: folder of Ray's sockets and logs, removed with Ray; None for a new one.
+        to_screen: whether this process shows the output of workers.
+        cluster: cluster to join; None to start Ray here. If this process has called `ray.init` itself, that Ray serves for both.
 
     Raises:
-        ImportError: Ray is not installed.
-        RayStartError: Ray does not start, the second time neither.
-        ConnectionError: the cluster can't be joined, as Ray says why.
+        ImportError: if Ray is not installed.
+        RayStartError: if Ray does not start in two attempts.
+        ConnectionError: if this process can't join the cluster, with Ray's reason.
     """
     global _ours  # noqa: PLW0603  (there is one Ray in a process)
     if importlib.util.find_spec("ray") is None:
@@ -97,8 +96,8 @@ def start_ray(num_cpus: int, folder: Path | None = None, cluster: Cluster | None
 
 
 def start_meanwhile(num_cpus: int, folder: Path) -> None:
-    """Begin to start Ray in a thread, as `start_ray`, which then waits for it. If it does not start, `start_ray` says why."""
-    importlib.import_module("ray")  # in one thread: two would wait for each other
+    """Begin to start Ray in a thread. A later `start_ray` waits for it, and raises the error if Ray does not start."""
+    importlib.import_module("ray")  # in this thread alone: two threads that import Ray would wait for each other
 
     def start() -> None:
         with suppress(Exception):
@@ -108,18 +107,18 @@ def start_meanwhile(num_cpus: int, folder: Path) -> None:
 
 
 def end_this_process() -> None:
-    """Send SIGTERM to this process. While Ray starts, whose own code may wait forever and hears no signal, end it at once."""
+    """Send SIGTERM to this process. If Ray starts, exit at once: Ray's own code may wait forever and ignores signals."""
     if _lock.locked():
-        os._exit(1)  # nothing was begun; Ray's processes end with this one
+        os._exit(1)  # no run has begun; Ray's processes end with this one
     os.kill(os.getpid(), signal.SIGTERM)
 
 
 def _check_theirs(ray: Any, cluster: Cluster | None) -> None:
-    """Refuse a cluster where this process has joined another one itself."""
-    there = ray.get_runtime_context().gcs_address
-    if cluster is not None and (cluster.bundle or there != cluster.address):
+    """Refuse a cluster if the user's own `ray.init()` has joined another one."""
+    joined = ray.get_runtime_context().gcs_address
+    if cluster is not None and (cluster.bundle or joined != cluster.address):
         raise ConnectionError(
-            f"Ray cluster {cluster.address!r}: this process has called ray.init() itself, for {there}; call ray.shutdown() before"
+            f"Ray cluster {cluster.address!r}: this process called ray.init() itself, for {joined}; call ray.shutdown() first"
         )
 
 
@@ -144,8 +143,8 @@ def _join(ray: Any, cluster: Cluster) -> None:
 def _start(ray: Any, num_cpus: int, folder: Path, to_screen: bool) -> Path:
     """Start Ray, and return its folder.
 
-    Another thread than the main one might end before Ray does, with which Linux would end Ray's processes: a thread that never
-    ends starts it.
+    If a thread other than the main one starts Ray and ends, Linux ends Ray's processes too. So a thread that never ends starts
+    Ray then.
     """
     started, errors = threading.Event(), list[BaseException]()
 
@@ -171,10 +170,10 @@ def _start(ray: Any, num_cpus: int, folder: Path, to_screen: bool) -> Path:
 
 
 def _init(ray: Any, num_cpus: int, folder: Path, to_screen: bool = True) -> None:
-    """Start Ray. A machine that is busy, or slow to read Ray from its disk, may have it the second time.
+    """Start Ray, in at most two attempts: on a busy machine or a slow disk the second may succeed.
 
     Raises:
-        RayStartError: it does not start.
+        RayStartError: if Ray does not start.
     """
     paths = dict.fromkeys(str(Path(place).absolute()) for place in sys.path if Path(place).is_dir())
     constants = ray._private.ray_constants  # read from the environment when Ray was imported
@@ -182,7 +181,7 @@ def _init(ray: Any, num_cpus: int, folder: Path, to_screen: bool = True) -> None
     settings = STARTED | {"PYTHONPATH": os.pathsep.join(paths)}
     try:
         with warnings.catch_warnings(), _sigterm_stays(), lean(ray), environment(settings):
-            warnings.simplefilter("ignore")  # hints on future releases of Ray
+            warnings.simplefilter("ignore")  # Ray's notes on its future releases
             for again in (True, False):
                 try:
                     ray.init(
@@ -197,24 +196,24 @@ def _init(ray: Any, num_cpus: int, folder: Path, to_screen: bool = True) -> None
                     return
                 except Exception as error:
                     if not again:
-                        raise RayStartError(_why_not_started(error, folder)) from error
-                    log.warning("Ray does not start, and is tried once more: %s", last_line(str(error)))
+                        raise RayStartError(_start_error(error, folder)) from error
+                    log.warning("Ray did not start, and is tried once more: %s", last_line(str(error)))
                     ray.shutdown()
     finally:
         constants.ENABLE_RAY_CLUSTER = among_others
 
 
-def _why_not_started(error: Exception, folder: Path) -> str:
-    """Return Ray's own reason, what it needs, and the last line of its processes' logs."""
+def _start_error(error: Exception, folder: Path) -> str:
+    """Return Ray's own reason, Ray's needs, and the last line of its processes' logs."""
     load = f"{os.getloadavg()[0]:.1f}" if hasattr(os, "getloadavg") else "unknown"
     free = shutil.disk_usage(folder.parent).free / 2**30
     logs = [file for name in ("raylet", "gcs_server") for file in folder.glob(f"session_*/logs/{name}.*") if file.stat().st_size]
     newest = max(logs, key=lambda file: file.stat().st_mtime, default=None)
-    told = "" if newest is None else last_line(newest.read_text(encoding="utf-8", errors="replace"))
+    logged = "" if newest is None else last_line(newest.read_text(encoding="utf-8", errors="replace"))
     return (
-        f"Ray does not start on this machine, tried twice: {last_line(str(error))}; it gives up where the machine is busy or "
+        f"Ray does not start on this machine, tried twice: {last_line(str(error))}; it gives up if the machine is busy or "
         f"its disk slow (load {load} on {default_workers()} cores), without memory, or without space ({free:.1f} GiB free in "
-        f"{folder.parent}): end other programs, and try again" + (f"; the last line of its log: {told}" if told else "")
+        f"{folder.parent}): end other programs, and try again" + (f"; the last line of its log: {logged}" if logged else "")
     )
 
 
@@ -222,15 +221,15 @@ def _why_not_started(error: Exception, folder: Path) -> str:
 def lean(ray: Any) -> Iterator[None]:
     """Start Ray within this context without its dashboard and its autoscaler, which one machine does not need.
 
-    `ray.init` has no setting for it: with `include_dashboard=False` too it starts the dashboard's process and waits for it. What
-    is replaced here is private to Ray; a version of Ray without it starts as usual.
+    `ray.init` has no setting for it: even with `include_dashboard=False` it starts the dashboard's process and waits for it. The
+    replaced methods are private to Ray; a version of Ray without them starts as usual.
     """
     node = getattr(getattr(ray._private, "node", None), "Node", object)
-    own = {"start_api_server": lambda node, *_, **__: setattr(node, "_webui_url", ""), "start_monitor": lambda node: None}
-    before = {name: getattr(node, name) for name in own if hasattr(node, name)}
+    stubs = {"start_api_server": lambda node, *_, **__: setattr(node, "_webui_url", ""), "start_monitor": lambda node: None}
+    before = {name: getattr(node, name) for name in stubs if hasattr(node, name)}
     try:
         for name in before:
-            setattr(node, name, own[name])
+            setattr(node, name, stubs[name])
         yield
     finally:
         for name, usual in before.items():
@@ -239,9 +238,9 @@ def lean(ray: Any) -> Iterator[None]:
 
 @contextmanager
 def _sigterm_stays() -> Iterator[None]:
-    """Let Ray start within this context, and have SIGTERM do afterwards what it did before; by default it ends this process.
+    """Start Ray within this context, and restore the handler of SIGTERM afterwards; by default SIGTERM ends this process.
 
-    Ray has a handler of its own below Python's, which aborts this process after three seconds: before what it has begun is ended.
+    Ray has a handler of its own below Python's. It aborts this process after three seconds, before the run's own end.
     """
     if threading.current_thread() is not threading.main_thread():
         yield  # only the main thread may set a handler
@@ -250,17 +249,17 @@ def _sigterm_stays() -> Iterator[None]:
     try:
         yield
     finally:
-        # By default Ray's other handler serves, which ends the process by SystemExit, so that a run's statement is written.
-        own = before not in (None, signal.SIG_DFL)
-        after = before if own else signal.getsignal(signal.SIGTERM)
-        if after is not None:  # else it is not Python's, and can't be set from here
+        # By default Ray's other handler stays: it raises SystemExit, so that a run's statement is written.
+        is_users = before not in (None, signal.SIG_DFL)
+        after = before if is_users else signal.getsignal(signal.SIGTERM)
+        if after is not None:  # None: the handler is not Python's, and can't be set here
             signal.signal(signal.SIGTERM, after)
 
 
 def stop_ray() -> None:
-    """End the Ray that `start_ray` has started, or leave the cluster, with all workers; a Ray of somebody else goes on.
+    """End the Ray that `start_ray` started, or leave the cluster; both end all workers. A Ray of the user's own stays.
 
-    One that another thread starts at this moment goes on, too, and ends with this process.
+    A Ray that another thread starts at this moment stays too, and ends with this process.
     """
     if _lock.acquire(blocking=False):
         try:
@@ -274,7 +273,7 @@ def _stop(ray: Any) -> None:
     global _ours  # noqa: PLW0603
     ray.shutdown()
     if isinstance(_ours, Path):
-        for _ in range(30):  # Ray's processes write into it until they have ended
+        for _ in range(30):  # Ray's processes write into the folder until they have ended
             shutil.rmtree(_ours, ignore_errors=True)
             if not _ours.exists():
                 break
@@ -284,23 +283,24 @@ def _stop(ray: Any) -> None:
 
 
 class Workers:
-    """Actors of one kind, each of which runs a ClientApp for one node at a time; a dead one can be replaced.
+    """Actors of one kind, each of which runs a ClientApp for one node at a time. A dead actor can be replaced.
 
     Args:
-        num_workers: how many; None for as many as fit, machine by machine, but no more than `at_most`.
-        cpus: CPU cores of each; torch uses as many threads.
-        gpus: the fraction of a GPU that each gets; with 0 it sees no GPU.
-        cluster: where they are; None for this machine.
-        options: what the caller's user knows `cpus` and `gpus` as, for errors.
+        num_workers: number of workers; None for as many as fit, machine by machine, but at most `at_most`.
+        cpus: CPU cores of each worker; torch uses as many threads.
+        gpus: fraction of a GPU for each worker; with 0 a worker sees no GPU.
+        at_most: limit on the number of workers if `num_workers` is None; None for no limit.
+        cluster: cluster of the workers; None for this machine.
+        options: the user's names of `cpus` and `gpus`, for errors.
 
     Attributes:
-        actors: Ray's handles. One that has been replaced waits in Ray's queue until a machine has room for it.
-        away: whether they are on a cluster, whose machines need not share a folder with this one.
+        actors: Ray's handles. A replacement waits in Ray's queue until a machine has room for it.
+        away: whether the workers are on a cluster, whose machines need not share a folder with this one.
 
     Raises:
-        ValueError: they do not fit.
-        ImportError: Ray is not installed.
-        ConnectionError: the cluster can't be joined.
+        ValueError: if the workers do not fit.
+        ImportError: if Ray is not installed.
+        ConnectionError: if this process can't join the cluster.
     """
 
     def __init__(
@@ -323,13 +323,13 @@ class Workers:
         self._needs = cpus, gpus
         fit = fits(self._ray, cpus, gpus)
         if fit < (num_workers or 1):
-            there = self._ray.cluster_resources()
-            named = f"num_workers={num_workers}" if fit else f"{options[1]}={gpus:g}"
+            available = self._ray.cluster_resources()
+            field = f"num_workers={num_workers}" if fit else f"{options[1]}={gpus:g}"
             if not fits(self._ray, cpus, 0.0):
-                named = f"{options[0]}={cpus:g}"
+                field = f"{options[0]}={cpus:g}"
             raise ValueError(
-                f"{named}: only {fit} workers with {cpus:g} CPU cores and {gpus:g} GPUs each fit on "
-                f"{there.get('CPU', 0):g} cores and {there.get('GPU', 0):g} GPUs; {num_workers or 1} must"
+                f"{field}: only {fit} workers with {cpus:g} CPU cores and {gpus:g} GPUs each fit on "
+                f"{available.get('CPU', 0):g} cores and {available.get('GPU', 0):g} GPUs; {num_workers or 1} must"
             )
         end_idle()
         from flower_dp.simulation.worker import Worker  # noqa: PLC0415  (imports Flower)
@@ -338,26 +338,26 @@ class Workers:
         self.actors: list[Any] = [self._make.remote() for _ in range(num_workers or min(fit, at_most or fit))]
 
     def replace(self, index: int) -> None:
-        """Put a new actor in the place of one that has died, or that is to be ended."""
+        """Replace an actor that has died or must end."""
         if not self._ray.is_initialized():
-            return  # Ray is gone, and would start again
+            return  # Ray has ended, and a new actor would start it again
         self._ray.kill(self.actors[index])
         self.actors[index] = self._make.remote()
 
     def have_room(self) -> bool:
-        """Return whether the machines that are left have room for all of them."""
+        """Return whether the machines that still run have room for all workers."""
         return fits(self._ray, *self._needs) >= len(self.actors)
 
     def failure(self, ready: Any) -> str:
-        """Return why an actor could not be started, "" if it was; Ray has an answer to `ready`."""
+        """Return the reason why an actor could not start, or "" if it started; `ready` is its finished `__ray_ready__` call."""
         try:
             self._ray.get(ready)
-        except Exception as error:  # such as a machine that lacks this package
+        except Exception as error:  # for example a machine that lacks this package
             return last_line(str(error))
         return ""
 
     def close(self) -> None:
-        """End all actors; those of an earlier Ray have ended with it."""
+        """End all actors. Those of an earlier Ray have ended with it."""
         if self._ray.is_initialized() and session_of(self._ray) == self._session:
             for actor in self.actors:
                 self._ray.kill(actor)
@@ -365,16 +365,16 @@ class Workers:
 
 
 def room(ray_address: str, gpus: float) -> int:
-    """Return how many workers of one core fit on a cluster. This process joins it, asks every machine, and leaves it.
+    """Return the number of one-core workers that fit on a cluster. This process joins the cluster, checks it, and leaves it.
 
     Args:
-        ray_address: as for `address_of`.
-        gpus: of a worker.
+        ray_address: address, see `address_of`.
+        gpus: GPUs of a worker.
 
     Raises:
-        ValueError: a machine has other versions.
-        ConnectionError: no cluster answers, or it can't be joined.
-        ImportError: Ray is not installed.
+        ValueError: if a machine has other versions.
+        ConnectionError: if no cluster answers, or this process can't join it.
+        ImportError: if Ray is not installed.
     """
     ray = start_ray(0, cluster=Cluster(address=address_of(ray_address)))
     try:
@@ -386,9 +386,9 @@ def room(ray_address: str, gpus: float) -> int:
 
 @contextmanager
 def warm_workers(*, cpus: float, gpus: float, at_most: int | None, cluster: Cluster | None = None) -> Iterator[Workers]:
-    """Lend the workers of the last run, if they are of this kind and still there, else new ones.
+    """Lend the workers of the last run if they still run and are of this kind, else new ones.
 
-    An interruption ends them, and Ray if it was started here.
+    An interruption ends the workers, and Ray if this process started it.
     """
     try:
         ray = start_ray(default_workers(), cluster=cluster)
@@ -411,35 +411,35 @@ def warm_workers(*, cpus: float, gpus: float, at_most: int | None, cluster: Clus
 
 
 def end_idle() -> None:
-    """End the workers that are kept for a next run."""
+    """End the workers that are kept for the next run."""
     while _idle:
         _idle.popitem()[1].close()
 
 
 def session_of(ray: Any) -> tuple[Any, Any]:
-    """Return what identifies this process's connection to Ray."""
+    """Return the identity of this process's connection to Ray."""
     context = ray.get_runtime_context()
     return context.get_session_name(), context.get_job_id()
 
 
 def log_unused_gpus(ray: Any, option: str) -> None:
-    """Log that a run uses none of the GPUs that Ray has found, and which option changes that.
+    """Log that a run uses none of Ray's GPUs, and the option that changes that.
 
     Args:
-        ray: the module; this process has started Ray, or joined a cluster.
-        option: what gives each worker a GPU.
+        ray: Ray's module; this process has started Ray or joined a cluster.
+        option: option that gives each worker a GPU.
     """
     if line := unused_gpus(ray.cluster_resources().get("GPU", 0), option):
         log.info(line, extra=SHOWN)
 
 
 def unused_gpus(num_gpus: float, option: str, *, user: str = "run") -> str:
-    """Return a line about GPUs that nothing uses; "" if there is none.
+    """Return a line about unused GPUs; "" if there are no GPUs.
 
     Args:
         num_gpus: number of GPUs.
-        option: what gives each worker a GPU.
-        user: what could use them.
+        option: option that gives each worker a GPU.
+        user: command or run that could use the GPUs, as a noun.
 
     Example:
         >>> from flower_dp.simulation.workers import unused_gpus

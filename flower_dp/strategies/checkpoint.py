@@ -1,4 +1,4 @@
-"""Checkpoints: a run's state and model on the disk, so that the run can go on after a crash or an interruption."""
+"""Checkpoints: a run's state and model on the disk, so that the run can resume after a crash or an interruption."""
 
 import logging
 import os
@@ -13,8 +13,8 @@ from flwr.app import Array, ArrayRecord, MetricRecord
 from flwr.serverapp.strategy import Result
 
 from flower_dp.core.checks import SettingsError
-from flower_dp.core.stored import packed, stored, unpacked
-from flower_dp.privacy.private_file import why_not_own
+from flower_dp.core.serialization import dump_bytes, load_bytes, serializable
+from flower_dp.privacy.private_file import ownership_error
 from flower_dp.strategies.run_state import RunState
 
 log = logging.getLogger("flwr")
@@ -27,38 +27,38 @@ Metrics = Mapping[int, Mapping[str, Any]]
 
 
 class CheckpointError(SettingsError):
-    """A checkpoint can't be used: it is damaged, of another run, or there is none. Nothing was charged."""
+    """A checkpoint that can't be used: damaged, of another run, or missing. Nothing was charged."""
 
 
-# Its loop would begin anew, and ask a second time.
-OWN_LOOP = "its strategy has a loop of its own, without super().start(...)"
+# Such a loop would start again from round 1, and send its requests a second time.
+CUSTOM_LOOP = "its strategy has a custom loop, without super().start(...)"
 
 
-@stored
+@serializable
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Checkpoint:
-    """A run as it was between two steps of its loop.
+    """A run between two steps of its loop.
 
     It holds numbers that must stay on the server, as `RunState` does.
 
     Attributes:
-        setting: what the run must have again to go on, by name, as text: its method, its model, and so on. Empty where the
-            strategy's `start` has a loop of its own: such a run can't go on.
-        server_round: the last round that was learnt from; 0 before the first.
-        is_over: whether that round was evaluated as well, and told to everyone.
-        state: all that the strategy needs to go on.
-        arrays: the model as it is sent; of a run that has ended its result.
+        setting: facts that a resumed run must match, as text by name: its method, its model, and so on. Empty if the strategy's
+            `start` has a custom loop: such a run can't be resumed.
+        server_round: the last round that has given a model; 0 before the first.
+        round_complete: whether that round was evaluated as well, and passed to the observers.
+        state: the strategy's state.
+        arrays: the model as it is sent; the result of a run that has ended.
         train: Flower's training metrics so far, by round.
-        evaluate_clients: those of clients' evaluations.
-        evaluate_server: those of `evaluate_fn`.
+        evaluate_clients: metrics of clients' evaluations, by round.
+        evaluate_server: metrics of `evaluate_fn`, by round.
         run: the run's id in its ledger; empty without one.
-        elapsed: seconds that the run has taken.
+        elapsed: duration of the run so far, in seconds.
         ended: whether the run has ended.
     """
 
     setting: Mapping[str, str]
     server_round: int
-    is_over: bool
+    round_complete: bool
     state: RunState
     arrays: Mapping[str, np.ndarray]
     train: Metrics = field(default_factory=dict)
@@ -69,9 +69,9 @@ class Checkpoint:
     ended: bool = False
 
     @property
-    def why_stuck(self) -> str:
-        """Why no run can go on from here; empty if one can. A run that has ended only returns its result."""
-        return "" if self.setting or self.ended else OWN_LOOP
+    def resume_blocker(self) -> str:
+        """The reason why no run can resume from here; empty if one can. A run that has ended only returns its result."""
+        return "" if self.setting or self.ended else CUSTOM_LOOP
 
     @property
     def model(self) -> ArrayRecord:
@@ -89,24 +89,24 @@ class Checkpoint:
         )
 
     def check(self, setting: Mapping[str, str]) -> None:
-        """Refuse a strategy or a model with which this run can't go on.
+        """Refuse a strategy or a model with which this run can't resume.
 
         Raises:
-            CheckpointError: naming what differs.
+            CheckpointError: naming the fact that differs.
         """
         for name, before in self.setting.items():
             if (now := setting.get(name)) != before:
-                raise CheckpointError(f"checkpoint: {name} was {before}, and is {now}: a run goes on as it began")
+                raise CheckpointError(f"checkpoint: {name} was {before}, and is {now}; resume the run as it began")
 
 
-@stored
+@serializable
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class DrawnNoise:
     """The secret state of a run's correlated noise after its last charge, which may be later than its last checkpoint.
 
     Attributes:
         run: the run's id in its ledger.
-        charged: how often each release was charged.
+        charged: number of charges by release.
         secret: the state of the noise, by release.
     """
 
@@ -115,19 +115,19 @@ class DrawnNoise:
     secret: Mapping[str, Any]
 
     def into(self, checkpoint: Checkpoint) -> Checkpoint:
-        """Return a checkpoint of the same run with this noise where that is later: what was drawn is never drawn again."""
+        """Return a checkpoint of the same run, with this noise if it is later: no noise may be drawn twice."""
         state = checkpoint.state
         for name, noise in self.secret.items() if self.run == checkpoint.run else ():
             if self.charged.get(name, 0) > state.charged.get(name, 0):
-                of = state.releases.get(name)
-                if of is None:
+                release = state.releases.get(name)
+                if release is None:
                     raise ValueError(f"has noise of {name}, which the checkpoint does not have")
-                state = state.with_release(name, replace(of, noise=noise))
+                state = state.with_release(name, replace(release, noise=noise))
         return replace(checkpoint, state=state)
 
 
 def metrics_of(result: Result, server_round: int) -> dict[str, Any]:
-    """Return the metrics of a result up to a round, as a checkpoint has them."""
+    """Return the metrics of a result up to a round, in the form of a checkpoint."""
     return {
         "train": _tables(result.train_metrics_clientapp, server_round),
         "evaluate_clients": _tables(result.evaluate_metrics_clientapp, server_round),
@@ -145,13 +145,13 @@ def _records(tables: Metrics) -> dict[int, MetricRecord]:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointFolder:
-    """The folder of a run's checkpoints: the newest, and the one before.
+    """The folder of a run's checkpoints: the newest and the previous one.
 
-    A checkpoint is written completely or not at all. It is this user's alone to read, since it has numbers that must stay on
-    the server.
+    A checkpoint is written completely or not at all. Only this user can read it, since it has numbers that must stay on the
+    server.
 
     Attributes:
-        path: of the folder.
+        path: path of the folder.
     """
 
     path: Path
@@ -165,10 +165,11 @@ class CheckpointFolder:
         return not any((self.path / name).exists() for name in (NEWEST, PREVIOUS))
 
     def create(self) -> None:
-        """Make the folder, this user's alone.
+        """Create the folder, with access for this user only.
 
         Raises:
-            OSError: it can't be made, or others can write to it.
+            OSError: if it can't be created.
+            CheckpointError: if others can write to it.
         """
         self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
         _check_own(self.path)
@@ -177,10 +178,10 @@ class CheckpointFolder:
         """Write a checkpoint, on the disk when this returns; the newest becomes the previous one.
 
         Raises:
-            OSError: the disk is full, or the folder can't be written: what was there is still there.
+            OSError: if the disk is full, or the folder can't be written: the old checkpoints stay.
         """
         newest = self.path / NEWEST
-        self._put(NEWEST, packed(checkpoint), before=lambda: newest.exists() and newest.replace(self.path / PREVIOUS))
+        self._put(NEWEST, dump_bytes(checkpoint), before=lambda: newest.exists() and newest.replace(self.path / PREVIOUS))
 
     def write_noise(self, noise: DrawnNoise) -> None:
         """Write the secret state of noise, on the disk when this returns.
@@ -188,7 +189,7 @@ class CheckpointFolder:
         Raises:
             OSError: as `write`.
         """
-        self._put(NOISE, packed(noise))
+        self._put(NOISE, dump_bytes(noise))
 
     def _put(self, name: str, content: bytes, before: Callable[[], object] = lambda: None) -> None:
         part = self.path / f".{name}.{os.getpid()}.part"
@@ -208,10 +209,10 @@ class CheckpointFolder:
         finally:
             os.close(folder)
 
-    def why_stuck(self) -> str:
-        """Return why no run can go on from here; empty if one can, with the same settings, or none has begun."""
+    def resume_blocker(self) -> str:
+        """Return why no run can resume from here; empty if one can, with the same settings, or none has begun."""
         try:
-            return "" if self.is_empty else self.read().why_stuck
+            return "" if self.is_empty else self.read().resume_blocker
         except (CheckpointError, OSError) as error:
             return str(error)
 
@@ -219,7 +220,7 @@ class CheckpointFolder:
         """Return the newest checkpoint, with the noise that was drawn after it; the previous one if the newest is damaged.
 
         Raises:
-            CheckpointError: there is none, none that is whole, or one that somebody else could have written; or its noise is
+            CheckpointError: if there is none, none that is whole, or one that somebody else could have written. If its noise is
                 damaged: without it noise could be drawn twice.
         """
         problems = []
@@ -234,26 +235,26 @@ class CheckpointFolder:
                 problems.append(f"{name} {error}")
                 continue
             for problem in problems:
-                log.warning("%s: %s; the one before it is taken", self.path, problem)
-            if not (place := self.path / NOISE).exists():
+                log.warning("%s: %s; the previous checkpoint is used", self.path, problem)
+            if not (path := self.path / NOISE).exists():
                 return checkpoint
-            _check_own(place)
+            _check_own(path)
             try:
-                return _whole(place, DrawnNoise).into(checkpoint)
+                return _whole(path, DrawnNoise).into(checkpoint)
             except (ValueError, OSError) as error:
-                raise CheckpointError(f"{place}: {error}") from error
+                raise CheckpointError(f"{path}: {error}") from error
         raise CheckpointError(f"{self.path}: {'; '.join(problems) or 'has no checkpoint'}")
 
 
-def _whole(place: Path, kind: type[T]) -> T:
-    """Return what a file holds, which is of this kind."""
-    found = unpacked(place.read_bytes())
-    if not isinstance(found, kind):
-        raise ValueError(f"is no {kind.__name__}")
-    return found
+def _whole(path: Path, kind: type[T]) -> T:
+    """Return the object in a file; it must be of this kind."""
+    content = load_bytes(path.read_bytes())
+    if not isinstance(content, kind):
+        raise ValueError(f"must be a {kind.__name__}")
+    return content
 
 
-def _check_own(place: Path) -> None:
-    """Refuse what others can write: they would decide what the run goes on from, and what its statement says."""
-    if why := why_not_own(place.stat()):
-        raise CheckpointError(f"{place}: {why}")
+def _check_own(path: Path) -> None:
+    """Refuse a file that others can write: they would choose the state of the run and the text of its statement."""
+    if why := ownership_error(path.stat()):
+        raise CheckpointError(f"{path}: {why}")

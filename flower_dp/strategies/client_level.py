@@ -8,25 +8,26 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Self
 
-from flower_dp.core import checks, dp
+from flower_dp.core import checks, dp_events
 from flower_dp.core.noise import Generator
 from flower_dp.core.sampling import FixedSizeSampling, FullSampling, PoissonSampling
 from flower_dp.privacy import accounting
-from flower_dp.privacy.accounting import Cost, counts_sampling
+from flower_dp.privacy.accounting import PrivacyCost, relies_on_secret_sampling
 from flower_dp.privacy.charges import Charges, History
 from flower_dp.privacy.events import least_noise_multiplier
 from flower_dp.privacy.mechanisms import Gaussian
 from flower_dp.privacy.release import Release
 from flower_dp.privacy.statement import Adversary, PaperEpsilon, PrivacyStatement, delta_warning
-from flower_dp.strategies.calibration import Budget, run_event
-from flower_dp.strategies.evaluation import LocalEvaluation, PrivateEvaluation, SumEvaluation
+from flower_dp.strategies.calibration import EpsilonTarget, run_event
+from flower_dp.strategies.evaluation import LocalEvaluation, NoisedSumEvaluation, PrivateEvaluation
 from flower_dp.strategies.not_covered import not_covered, seeded
 from flower_dp.strategies.releases.clipped_updates import ClippedUpdates
 from flower_dp.strategies.releases.noised_sum import OUTSIDERS, NoisedSum, SumState
-from flower_dp.strategies.releases.planned_cost import PlannedCost
-from flower_dp.strategies.releases.release import Round
-from flower_dp.strategies.releases.replies import Collected
-from flower_dp.strategies.rules import About, Learnt
+from flower_dp.strategies.releases.planned_cost import EpsilonPlan
+from flower_dp.strategies.releases.release import RoundRequest
+from flower_dp.strategies.releases.replies import CollectedReplies
+from flower_dp.strategies.releases.shared_noise import NoiseSharing
+from flower_dp.strategies.rules import MethodFacts, ModelUpdate
 from flower_dp.strategies.run_state import RunFacts, RunState
 from flower_dp.wire import EVALUATION
 
@@ -38,21 +39,22 @@ class ClientLevelRules:
 
     The noise has std noise_multiplier x clip_norm; the global model moves by the noised sum over the *expected* cohort. There are
     no weights by example counts. Missing and refused replies count as zeros, and a round with an empty cohort is charged too.
-    Sampling lowers the cost only if no message reveals who takes part: not if shares of noise may be missing from the sum, and
-    not if clients choose the coordinates that they send.
+
+    The accounting claims amplification by sampling only if no message reveals who takes part. It claims none if the sum may lack
+    noise shares, or if clients select the coordinates that they send.
 
     Args:
         name: the method's name on the wire.
         title: the method's name for people.
-        updates: what is released.
-        noise: its noise multiplier; or a `Budget`, whose epsilon gives the noise and is the target too.
+        updates: the release of clipped updates.
+        noise: noise multiplier of the release, or an `EpsilonTarget`, whose epsilon gives the noise and is the target too.
         delta: the delta at which epsilon is stated, in (0, 1).
-        target_epsilon: the run ends before the round that would pass it; None for no target.
-        paper_formula: what the paper's epsilon is called.
-        evaluation: the plan of private evaluations, a second release of the rounds; None for none.
+        target_epsilon: epsilon at which the run ends, before the round that would exceed it; None for no target.
+        paper_formula: name of the formula of the paper's epsilon.
+        evaluation: settings of private evaluations, a second release of the rounds; None for none.
 
     Raises:
-        ValueError: for a value that makes no sense, naming field and value, before any client is asked.
+        ValueError: if a value is invalid, before any request; the message names field and value.
     """
 
     def __init__(
@@ -60,7 +62,7 @@ class ClientLevelRules:
         name: str,
         title: str,
         updates: ClippedUpdates,
-        noise: float | Budget,
+        noise: float | EpsilonTarget,
         *,
         delta: float,
         target_epsilon: float | None = None,
@@ -70,15 +72,15 @@ class ClientLevelRules:
         delta = checks.number("delta", delta, above=0, below=1)
         self.paper_formula = paper_formula
         self.target_epsilon = None if target_epsilon is None else checks.number("target_epsilon", target_epsilon, above=0)
-        self.budget = noise if isinstance(noise, Budget) else None
-        if isinstance(noise, Budget):
+        self.budget = noise if isinstance(noise, EpsilonTarget) else None
+        if isinstance(noise, EpsilonTarget):
             self.target_epsilon = noise.epsilon
             noise = noise.noise_multiplier(updates.shared, delta=delta)
         self.training, self.noise = updates.release(name, noise)
         self.release = self.training.release
-        self.evaluation = None if evaluation is None else SumEvaluation.of(evaluation, self.training, self.noise, title)
-        self.about = About(
-            title=title, num_clients=self.release.num_clients, delta=delta, stock_refusal=_stock_refusal(self.training)
+        self.evaluation = None if evaluation is None else NoisedSumEvaluation.of(evaluation, self.training, self.noise, title)
+        self.about = MethodFacts(
+            title=title, num_clients=self.release.num_units, delta=delta, stock_refusal=_stock_refusal(self.training)
         )
         self._planned = self._plan_of()
         if self.target_epsilon is not None and self.release.mechanism.noise_multiplier == 0:
@@ -86,14 +88,14 @@ class ClientLevelRules:
 
     @property
     def releases(self) -> tuple[NoisedSum, ...]:
-        """The noised sum of updates, and that of metrics if there are private evaluations."""
+        """The noised sum of updates, and the noised sum of metrics if there are private evaluations."""
         return (self.training,) if self.evaluation is None else (self.training, self.evaluation)
 
     @property
     def clip_norms(self) -> tuple[float, float]:
-        """The smallest and the largest clip norm that a round can have."""
+        """The minimum and the maximum clip norm of a round."""
         clip = self.training.clip
-        return (self.release.clip_norm,) * 2 if clip is None else (clip.of.smallest, clip.of.largest)
+        return (self.release.clip_norm,) * 2 if clip is None else (clip.of.min_clip_norm, clip.of.max_clip_norm)
 
     def clip_norm(self, state: RunState) -> float:
         """Return the L2 bound of one client's update in the next round."""
@@ -101,8 +103,8 @@ class ClientLevelRules:
 
     # The run
 
-    def opened(self, names: tuple[str, ...], num_rounds: int | None) -> Self:
-        """Return the rules of a run: they know how many of its rounds the target allows, and the cost of each.
+    def with_clients(self, names: tuple[str, ...], num_rounds: int | None) -> Self:
+        """Return the rules of a run with the number of its rounds that the target allows, and the cost of each.
 
         Raises:
             ValueError: if the noise was calibrated for another number of rounds.
@@ -116,66 +118,70 @@ class ClientLevelRules:
         rules._planned.plan(num_rounds)
         return rules
 
-    def _plan_of(self) -> PlannedCost:
-        return PlannedCost(
+    def _plan_of(self) -> EpsilonPlan:
+        return EpsilonPlan(
             self._events, target_epsilon=self.target_epsilon, delta=self.about.delta, relation=self.release.relation
         )
 
-    def _events(self, num_rounds: int) -> dp.DpEvent:
-        """Return what `num_rounds` rounds cost at most, their evaluations with them: one after every `every`-th."""
+    def _events(self, num_rounds: int) -> dp_events.DpEvent:
+        """Return the most expensive event of `num_rounds` rounds with their evaluations, one after every `every`-th round."""
         return run_event(self.noise, self.evaluation, num_rounds)
 
-    def noise_and_signal(self, dimension: int) -> tuple[float, float]:
-        """Return the expected norm, about, of the noise on the mean, and the largest norm of the mean without noise.
+    def noise_and_signal_norms(self, dimension: int) -> tuple[float, float]:
+        """Return the approximate expected norm of the noise on the mean, and the largest norm of the mean without noise.
 
         Args:
-            dimension: of the model's vector.
+            dimension: length of the model's vector.
         """
         training, first = self.training, SumState()
         release, beside = training.next_noise(first).release, training.num_beside
         kept = training.num_kept(dimension + beside) - beside
-        return release.noise_scale / release.expected_cohort * math.sqrt(kept), training.clip_norm(first)
+        return release.noise_scale / release.expected_cohort_size * math.sqrt(kept), training.clip_norm(first)
 
-    def why_stop(self, state: RunState, server_round: int, cohort_size: int | None) -> str | None:
-        """Return why the round is not run: it would pass the target, or is out of order; None if it is run."""
+    def stop_reason(self, state: RunState, server_round: int, cohort_size: int | None) -> str | None:
+        """Return why the round is not run: it would exceed the target, or is out of order; None if it is run."""
         charges = state.charges
         number = self.num_rounds(charges) + 1
-        if self.training.in_order and server_round != number:
-            # Its cohort follows from the round's number, its charge from how many there were.
+        if self.training.has_fixed_order and server_round != number:
+            # A caller's round number must not choose the cohort: cohort and charge follow the number of charged rounds.
             return f"with {self.training.sampling} it must be round {number}"
-        if self.target_epsilon is None or (cohort_size is None) == self.noise.shares_vary:
+        if self.target_epsilon is None or (cohort_size is None) == self.noise.num_shares_varies:
             return None
         shares = None if cohort_size is None else self.noise.shares(cohort_size)
-        charged = self.noise.charged if shares is None else self.noise.without_one_of(shares)
+        charged = self.noise.release_to_participants if shares is None else self.noise.without_own_share(shares)
         event = charged.event(number)
         if self.evaluation is not None:
-            # All that may still be asked for after this round: those of earlier rounds too, if nobody asked for them yet.
+            # Every evaluation that may still be requested after this round, also those that earlier rounds have left out.
             owed = range(charges.number(EVALUATION) + 1, number // self.evaluation.plan.every + 1)
-            event = dp.ComposedDpEvent((event, *(self.evaluation.noise.charged.event(one) for one in owed)))
+            event = dp_events.ComposedDpEvent(
+                (event, *(self.evaluation.noise.release_to_participants.event(index) for index in owed))
+            )
         if self._planned.allows(number, ledger=lambda: self.ledger(charges), event=event, as_planned=self._as_planned(charges)):
             return None
         return f"it would pass target_epsilon={self.target_epsilon:g}"
 
     def _as_planned(self, charges: Charges) -> bool:
-        """Whether no other events were charged than planned, and no more evaluations: before, a run may have had more of them."""
-        if not self.noise.shares_vary and set(self.training.history(charges).counts) - {self.noise.charged.event(1)}:
+        """Return whether only planned events were charged, and no more evaluations than planned for these rounds."""
+        if not self.noise.num_shares_varies and set(self.training.history(charges).counts) - {
+            self.noise.release_to_participants.event(1)
+        }:
             return False
         return self.evaluation is None or charges.number(EVALUATION) <= self.num_rounds(charges) // self.evaluation.plan.every
 
-    def learn(self, state: RunState, now: Round, collected: Collected, rng: Generator) -> Learnt:
+    def next_model(self, state: RunState, now: RoundRequest, collected: CollectedReplies, rng: Generator) -> ModelUpdate:
         """Return the model moved by the noised sum over the expected cohort.
 
         Raises:
-            RoundLeftOut: with too few replies for the noise that was charged, or a sum that is not exact.
+            RoundDiscarded: with too few replies for the noise that was charged, or a sum that is not exact.
         """
         mean, after = self.training.noised(state, now, collected, rng)
         mean += now.vector
-        return Learnt(vector=mean, releases={self.training.name: after})
+        return ModelUpdate(vector=mean, releases={self.training.name: after})
 
-    def numbers(self, state: RunState, now: Round | None) -> Mapping[str, float]:
-        """Return an upper bound of the cost of all rounds charged so far, and the clip norm of a round, where that moves."""
+    def public_metrics(self, state: RunState, now: RoundRequest | None) -> Mapping[str, float]:
+        """Return an upper bound of the cost of all rounds charged so far, and the clip norm of a round, if it is adaptive."""
         charges, planned = state.charges, None
-        if self._as_planned(charges) and not self.noise.shares_vary:
+        if self._as_planned(charges) and not self.noise.num_shares_varies:
             planned = self._planned.epsilon(self.num_rounds(charges))
         if planned is None:
             event, relation = self.ledger(charges).event, self.release.relation
@@ -186,24 +192,24 @@ class ClientLevelRules:
     # Cost
 
     def num_rounds(self, charges: Charges) -> int:
-        """Return how many rounds were charged."""
+        """Return the number of charged rounds."""
         return charges.number(self.training.name)
 
     def ledger(self, charges: Charges) -> History:
-        """Return what was charged against any single client."""
+        """Return the charges against any single client."""
         return charges.history(self.training.scope)
 
     def outside_ledger(self, charges: Charges) -> History:
-        """Return what was charged against those who are no clients."""
+        """Return the charges against outsiders."""
         return charges.history(replace(self.training.scope, view=OUTSIDERS))
 
     def least_noise_multiplier(self, charges: Charges) -> float:
-        """Return the least noise multiplier that a round was charged with; infinite before the first one."""
+        """Return the lowest noise multiplier of the charged rounds; infinite before the first."""
         counts = self.training.history(charges).counts
         return min(map(least_noise_multiplier, counts), default=math.inf)
 
     def statement(self, state: RunState, facts: RunFacts) -> PrivacyStatement:
-        """Return the statement on all charges, those of private evaluations among them."""
+        """Return the statement on all charges, including those of private evaluations."""
         release, evaluation, charges, delta = self.release, self.evaluation, state.charges, self.about.delta
         num_rounds, ledger = self.num_rounds(charges), self.ledger(charges)
         inside, outside = ledger.cost(delta), self.outside_ledger(charges).cost(delta)
@@ -212,18 +218,18 @@ class ClientLevelRules:
             "clip_norm": release.clip_norm,
             "noise_multiplier": release.mechanism.noise_multiplier,
             "noise_std_of_the_sum": release.noise_scale,
-            "noise_std_of_the_mean": release.noise_scale / release.expected_cohort,
+            "noise_std_of_the_mean": release.noise_scale / release.expected_cohort_size,
         }
         if self.budget is not None:
             noise |= {"calibrated_for_epsilon": self.budget.epsilon, "calibrated_for_rounds": self.budget.num_rounds}
         if (clip := self.training.clip) is not None:
-            # The std above are of the smallest clip norm, around update and indicator together.
+            # The stds above are for the minimum clip norm, around update and indicator together.
             noise |= {
-                "clip_norm": clip.of.smallest,
+                "clip_norm": clip.of.min_clip_norm,
                 "joint_norm": release.clip_norm,
-                "initial_clip_norm": clip.of.initial,
-                "smallest_clip_norm": clip.of.smallest,
-                "largest_clip_norm": clip.of.largest,
+                "initial_clip_norm": clip.of.initial_clip_norm,
+                "min_clip_norm": clip.of.min_clip_norm,
+                "max_clip_norm": clip.of.max_clip_norm,
                 "target_quantile": clip.of.target_quantile,
                 "clip_learning_rate": clip.of.learning_rate,
                 "count_noise_std": clip.count_noise_std,
@@ -241,27 +247,28 @@ class ClientLevelRules:
             method=self.about.title,
             unit=release.unit,
             relation=release.relation,
-            adversary=release.seen_by if private else "nobody",
+            protected_against=release.visible_to if private else "nobody",
             delta=delta,
             epsilon=inside.epsilon if private else math.inf,
             accountant=inside.accountant,
-            paper=_paper(self, charges, facts),
-            num_rounds=num_rounds,
+            paper_epsilon=_paper(self, charges, facts),
+            num_charged_rounds=num_rounds,
             noise=noise,
-            sampling=f"{release.sampler}, {release.expected_cohort:g} of {release.num_clients} clients expected a round",
+            sampling=f"{release.sampler}; {release.expected_cohort_size:g} of {release.num_units} clients expected per round",
             events=tuple(ledger.lines()),
-            assumptions=tuple(_assumptions(self, facts, counts_sampling(inside) or counts_sampling(outside))),
+            assumptions=tuple(_assumptions(self, facts, relies_on_secret_sampling(inside) or relies_on_secret_sampling(outside))),
             not_covered=not_covered(facts, accounts=False, logs="logs on devices and on the server", evaluations=evaluations),
-            parts=parts,
+            epsilon_by_release=parts,
             incidents=tuple(_incidents(self, facts)),
+            unlisted_incidents=_unlisted(self),
             adversaries=_adversaries(self, charges, inside, outside) if private else (),
         )
 
 
 def _stock_refusal(training: NoisedSum) -> str | None:
-    """Return why stock clients can't take part, None if they can."""
+    """Return why stock clients can't take part; None if they can."""
     if training.masks is not None:
-        return "stock clients know no mask; use DPClient or privacy_mod of flower_dp.clients"
+        return "stock clients apply no mask; use DPClient or privacy_mod of flower_dp.clients"
     if training.noise.placement == "central":
         return None
     return (
@@ -270,48 +277,48 @@ def _stock_refusal(training: NoisedSum) -> str | None:
     )
 
 
-def _adversaries(rules: ClientLevelRules, charges: Charges, inside: Cost, outside: Cost) -> tuple[Adversary, ...]:
-    """Outsiders, participants and the server, and what can be proved against each."""
-    release, evaluation, delta = rules.noise.outside, rules.evaluation, rules.about.delta
-    unknown = "how many clients" if rules.training.sampling.secret_size else "who"
-    secret = f", not {unknown} took part" if rules.training.secret_cohort else ", and who took part"
-    if evaluation is not None and evaluation.secret_cohort:
+def _adversaries(rules: ClientLevelRules, charges: Charges, inside: PrivacyCost, outside: PrivacyCost) -> tuple[Adversary, ...]:
+    """Return outsiders, participants and the server, with the epsilon that can be proved against each."""
+    release, evaluation, delta = rules.noise.release_to_outsiders, rules.evaluation, rules.about.delta
+    unknown = "how many" if rules.training.sampling.cohort_size_is_secret else "which clients"
+    secret = f"; not {unknown} took part" if rules.training.cohort_is_secret else ", and who took part"
+    if evaluation is not None and evaluation.cohort_is_secret:
         secret += " in training; not who evaluated"
     if rules.noise.placement == "central":
-        knows, sees = "", "every client's update without noise"
+        knows, sees, published = "", "every client's update without noise", "every global model"
         server, std = replace(inside, epsilon=math.inf, accountant="none"), 0.0
     else:
-        knows = ", each its own share of the noise"
-        sees = "every client's message with its own share of the noise alone, and who took part"
-        multiplier = rules.noise.smallest_share / release.clip_norm
+        knows, published = ", and its own noise share", "every sum and global model"
+        sees = "every message with only its sender's noise share, and who took part"
+        multiplier = rules.noise.min_share_std / release.clip_norm
         share = replace(release, mechanism=Gaussian(noise_multiplier=multiplier), sampler=FullSampling())
         event = accounting.repeated(share.event(1), rules.num_rounds(charges))
         if evaluation is not None:
-            own = replace(share, clip_norm=1.0, mechanism=Gaussian(noise_multiplier=evaluation.noise.smallest_share))
-            event = dp.ComposedDpEvent([event, accounting.repeated(own.event(1), charges.number(evaluation.name))])
+            evaluated = replace(share, clip_norm=1.0, mechanism=Gaussian(noise_multiplier=evaluation.noise.min_share_std))
+            event = dp_events.ComposedDpEvent([event, accounting.repeated(evaluated.event(1), charges.number(evaluation.name))])
         server, std = accounting.epsilon(event, delta=delta, relation=release.relation), share.noise_scale
-    sees_as_client = f"what outsiders see{knows}; each by itself, as a client that is asked in every round"
+    sees_as_client = f"what outsiders see{knows}; each alone, as if selected in every round"
     least = min(rules.least_noise_multiplier(charges), release.mechanism.noise_multiplier) * release.clip_norm
     return (
-        Adversary.of("outsiders", outside, sees=f"every global model{secret}", noise_std=release.noise_scale),
-        Adversary.of("participants", inside, sees=sees_as_client, noise_std=least),
-        Adversary.of("the server", server, sees=sees, noise_std=std, trusted=True),
+        Adversary.of("outsiders", outside, view=f"{published}{secret}", lowest_noise_std=release.noise_scale),
+        Adversary.of("participants", inside, view=sees_as_client, lowest_noise_std=least),
+        Adversary.of("the server", server, view=sees, lowest_noise_std=std, trusted=True),
     )
 
 
 def _paper(rules: ClientLevelRules, charges: Charges, run: RunFacts) -> PaperEpsilon | None:
-    """The paper's RDP epsilon of the same rounds, with its own assumptions checked."""
+    """Return the paper's RDP epsilon of the same rounds, with a check of its assumptions."""
     release = rules.release
     if not release.mechanism.noise_multiplier or not rules.num_rounds(charges):
         return None
-    sampling_rate = release.expected_cohort / release.num_clients
+    sampling_rate = release.expected_cohort_size / release.num_units
     # The paper samples without replacement and accounts as if by Poisson, add-or-remove-one.
-    as_poisson = PoissonSampling(sampling_rate=sampling_rate).event(release.mechanism.event(), 1, release.num_clients)
+    as_poisson = PoissonSampling(sampling_rate=sampling_rate).event(release.mechanism.event(), 1, release.num_units)
     event = accounting.repeated(as_poisson, rules.num_rounds(charges))
     epsilon = accounting.rdp_epsilon(event, delta=rules.about.delta, relation="add-or-remove-one")
     if epsilon is None:
         return None
-    held = "its assumptions hold" + (", against outsiders" if rules.noise.placement == "distributed" else "")
+    held = "its assumptions hold against outsiders" if rules.noise.placement == "distributed" else "its assumptions hold"
     faults = []
     if charges.number(EVALUATION):
         faults.append("it covers training alone, and metrics of private evaluations were released as well")
@@ -319,10 +326,10 @@ def _paper(rules: ClientLevelRules, charges: Charges, run: RunFacts) -> PaperEps
         faults.append("it assumes Poisson sampling, and cohorts were drawn by another sampling")
     if release.relation != "add-or-remove-one":
         faults.append("it holds for add-or-remove-one")
-    if rules.noise.lossy_messages:
+    if rules.noise.compresses_noised_updates:
         faults.append(f"{_made(rules)} of each client's own noised update is not post-processing of the noised sum")
-    elif rules.noise.cohort_shows and sampling_rate < 1:
-        faults.append("it assumes that nobody knows the cohorts, and missing shares of noise reveal who takes part")
+    elif rules.noise.reveals_cohort and sampling_rate < 1:
+        faults.append("it assumes that nobody knows the cohorts, and the number of noise shares in a sum reveals who takes part")
     if run.seeded_noise:
         faults.append("noise came from a fixed seed")
     return PaperEpsilon(epsilon=epsilon, formula=rules.paper_formula, valid=not faults, reason="; ".join(faults) or held)
@@ -330,51 +337,64 @@ def _paper(rules: ClientLevelRules, charges: Charges, run: RunFacts) -> PaperEps
 
 def _assumptions(rules: ClientLevelRules, run: RunFacts, sampling_counts: bool) -> list[str]:
     release, evaluation, delta = rules.release, rules.evaluation, rules.about.delta
-    lines = ["clients clip as asked, and whether a client answers does not depend on its data"]
+    lines = ["Every client clips what it sends as instructed. Whether it replies does not depend on its data."]
     if not release.mechanism.noise_multiplier:
-        lines.append("no noise is added to updates: training is not private")
+        lines.append("No noise is added to updates: training is not private.")
     elif rules.noise.placement == "central":
-        lines.append("the server is trusted: it sees single updates and adds the noise")
-    elif rules.noise.lossy_messages:
-        lines.append(
-            f"epsilon rests on each client's own share of noise: what it sends is {_made(rules)} of its own noised update"
-        )
+        lines.append("The server is trusted: it sees single updates and adds the noise.")
+    elif rules.noise.compresses_noised_updates:
+        only = "In training, only" if evaluation is not None else "Only"
+        lines.append(f"{only} a client's own noise share protects it: its message is {_made(rules)} of its own noised update.")
+        if evaluation is not None:
+            lines += [f"In evaluations: {line}" for line in _of_shares(evaluation.noise)]
     else:
-        lines.append("clients add their shares of the noise; single messages are not private and are seen by the aggregator only")
-        if rules.noise.trusted_server:
-            lines.append("the server is trusted to add the shares of noise that are missing in a round")
-        lines.append("clients do not combine their knowledge of their shares of the noise, nor does a node that hosts several")
-    if rules.noise.cohort_shows:
+        lines += _of_shares(rules.noise)
+    if rules.noise.reveals_cohort:
+        where, its = (" in training", "its ") if evaluation is not None and evaluation.cohort_is_secret else ("", "")
+        other = "zero" if release.relation == "add-or-remove-one" else "any other"
         lines.append(
-            "adversaries may know who takes part: sampling lowers no cost, and a client is replaced by one with a zero update"
+            f"Adversaries may know who takes part{where}, so {its}epsilon claims no amplification by sampling. Neighboring runs "
+            f"differ in one client, whose update is replaced by {other}."
         )
-    elif release.expected_cohort < release.num_clients and sampling_counts:
-        size = ", nor its size" if release.sampler.secret_size else ""
-        lines.append(f"the cohort of a round is known to nobody who is protected against{size}: not from logs or timing either")
-        lines += _of_fixed_size(release, "asked")
-    if evaluation is not None and evaluation.secret_cohort:
-        size = ", nor how many do" if evaluation.sampling.secret_size else ""
-        lines.append(f"who evaluates is known to nobody who is protected against{size}: not from logs or timing either")
-        lines += _of_fixed_size(evaluation.noise.outside, "asked to evaluate")
+    elif release.expected_cohort_size < release.num_units and sampling_counts:
+        size = " or its size" if release.sampler.cohort_size_is_secret else ""
+        lines.append(f"No outsider or participant learns a round's cohort{size}, whether from logs, from timing or otherwise.")
+        lines += _of_fixed_size(release, "training")
+    if evaluation is not None and evaluation.cohort_is_secret:
+        size = " or how many do" if evaluation.sampling.cohort_size_is_secret else ""
+        lines.append(f"No outsider or participant learns who evaluates{size}, whether from logs, from timing or otherwise.")
+        lines += _of_fixed_size(evaluation.noise.release_to_outsiders, "evaluation")
     if rules.training.clip is not None:
         lines.append(
-            "adaptive clipping: whether an update is within the clip norm is part of the same release as the update, under one "
-            "noise, so that epsilon is that of a fixed clip norm; clip norm, joint norm of update and indicator, and noise "
-            "std are told at the smallest clip norm, and grow in proportion to it"
+            "Adaptive clipping: one release under one noise holds the update and an indicator of whether it was clipped. "
+            "Epsilon is therefore that of a fixed clip norm. Clip norm, joint norm of update and indicator, and noise std are "
+            "stated at the minimum clip norm and grow in proportion to it."
         )
-    lines += delta_warning(delta, max(release.num_clients, run.num_known), "client")  # more may have joined
+    lines += delta_warning(delta, max(release.num_units, run.num_known), "client")  # more may have joined
     return [*lines, *seeded(run)]
 
 
-def _of_fixed_size(release: Release, asked: str) -> list[str]:
-    """Return what sampling of a fixed size assumes besides; nothing for other samplers."""
+def _of_shares(noise: NoiseSharing) -> list[str]:
+    """Return the assumptions of a sum whose noise the clients add in shares."""
+    lines = [
+        "Every replying client adds its noise share. Single messages are not private: only the aggregator receives them, and it "
+        "is trusted not to look at single ones."
+    ]
+    if noise.server_completes_noise:
+        lines.append("The server is trusted to add every noise share that a round's sum lacks.")
+    lines.append("Clients do not combine what they know of their noise shares; nor does a node that hosts several clients.")
+    return lines
+
+
+def _of_fixed_size(release: Release, purpose: str) -> list[str]:
+    """Return the further assumption of sampling of a fixed size; nothing for other samplers."""
     if not isinstance(release.sampler, FixedSizeSampling):
         return []
-    drawn, clients = f"{release.expected_cohort:g}", release.num_clients
+    drawn, clients = f"{release.expected_cohort_size:g}", release.num_units
     return [
-        f"nobody who is protected against knows which clients can't be reached; who knows that it was not {asked} itself meets a "
-        f"sampling rate of {drawn}/{clients - 1} in that round, where {drawn}/{clients} is accounted for; a node none of whose k "
-        f"clients was {asked}, of {drawn}/({clients} - k)"
+        f"No outsider or participant knows which clients are unreachable. NOT ACCOUNTED FOR in {purpose}: epsilon uses the "
+        f"sampling rate {drawn}/{clients}. Against a client that knows it was not selected, the rate is {drawn}/{clients - 1} in "
+        f"that round; against a node with k clients, none selected, {drawn}/({clients} - k)."
     ]
 
 
@@ -382,12 +402,22 @@ def _made(rules: ClientLevelRules) -> str:
     """Return the function of its own noised update that a client sends, in words."""
     levels = rules.training.quantization_levels
     parts = ["top-k"] if rules.training.keep_ratio < 1 else []
-    return " and ".join([*parts, *([f"a random quantisation ({levels} levels above 0)"] if levels else [])])
+    return " and ".join([*parts, *([f"a random quantization ({levels} levels above 0)"] if levels else [])])
+
+
+def _unlisted(rules: ClientLevelRules) -> str:
+    """Return which incidents are not listed: they would help to tell who took part, or how many; evaluations count none."""
+    missing, reports = "missing or rejected updates", "reports of single devices; they could reveal a cohort."
+    if rules.training.cohort_is_secret:
+        return f"{missing} and {reports}"
+    if rules.evaluation is None:
+        return ""
+    return f"missing or rejected replies to evaluations{f' and {reports}' if rules.evaluation.cohort_is_secret else '.'}"
 
 
 def _incidents(rules: ClientLevelRules, run: RunFacts) -> list[str]:
     lines = list(run.incidents)
-    # Their number would tell how large cohorts were, and the fact alone that a client that always fails has taken part.
-    if run.missing.total and not rules.training.secret_cohort:
-        lines.append(f"{run.missing.total} updates that were asked for did not count: {run.missing}")
+    # The number would reveal the size of cohorts. That there is one would reveal that a client which always fails has taken part.
+    if run.missing.total and not rules.training.cohort_is_secret:
+        lines.append(f"{run.missing.total} requested updates did not count: {run.missing}")
     return lines

@@ -9,8 +9,8 @@ import numpy as np
 
 from flower_dp.core import checks, compression
 from flower_dp.core.clipping import l2_norms
-from flower_dp.core.stored import stored
-from flower_dp.strategies.releases.replies import Collected
+from flower_dp.core.serialization import serializable
+from flower_dp.strategies.releases.replies import CollectedReplies
 
 log = logging.getLogger("flwr")
 
@@ -19,26 +19,26 @@ _LISTED = 5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Honest:
-    """Bounds of what honest clients make, each exceeded with a probability below 1e-20: norms of noised mean gradients.
+    """Bounds on the norms of honest noised mean gradients, each exceeded with a probability below 1e-20.
 
     Attributes:
-        single: of any one client's.
-        mean: of the mean over all clients, in which their independent noises partly cancel.
+        single: bound for any one client.
+        mean: bound for the mean over all clients, in which their independent noises partly cancel.
     """
 
     single: float
     mean: float
 
 
-@stored
+@serializable
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ControlState:
-    """A control variate, and what is known of the clients' own ones.
+    """A control variate, and the known facts about the clients' own ones.
 
     Attributes:
         vector: c [d], float64; empty before the first round.
         replied: names of the clients that have replied.
-        restarts: how often a client came back without its own vector, by name.
+        restarts: number of times that a client came back without its own vector, by name.
     """
 
     vector: np.ndarray = field(default_factory=lambda: np.zeros(0, np.float64))
@@ -51,7 +51,7 @@ class ControlState:
 
     @property
     def incidents(self) -> tuple[str, ...]:
-        """How many clients came back without their control variate, in words."""
+        """The incident that clients came back without their control variate; empty if none did."""
         if not self.restarts:
             return ()
         names = list(self.restarts)
@@ -67,18 +67,17 @@ class ControlState:
 class ControlVariate:
     """The server's control variate c: the mean of all clients' c_i, each zero before the client's first reply.
 
-    It is computed from the messages alone. The clients of a round change their c_i by -c - Dx_i / (E eta) each, so c changes
-    by the sum of that over N, and no second message is needed. A client that rejoins without its c_i starts at zero again, while
-    its earlier contributions stay in c. Then c has an error of these contributions over N, and corrections are a little less
-    accurate. Privacy does not depend on it.
+    It is computed from the messages alone. Each client of a round changes its c_i by -c - Dx_i / (E eta). So c changes by the sum
+    of these changes over N, without a second message.
 
-    A client that lies changes c by up to twice what an honest one may send, in every round, and honest ones carry it on. So c is
-    shortened after each round to what honest clients can make: their c_i are noised mean clipped gradients.
+    A client that rejoins without its c_i starts at zero again, while its earlier contributions stay in c. Then c has an error of
+    these contributions over N, and corrections are a little less accurate. Privacy does not depend on it.
 
-    Its state comes in and goes out.
+    A lying client changes c by up to twice what an honest one may send, in every round, and honest clients keep the effect. So
+    after each round the server shortens c to what honest clients can reach: their c_i are noised mean clipped gradients.
 
     Attributes:
-        quantization_levels: of the messages; None: float32.
+        quantization_levels: levels above 0 of the messages; None: float32.
     """
 
     quantization_levels: int | None
@@ -87,7 +86,7 @@ class ControlVariate:
         """Return c [size], float32, as it is sent.
 
         Raises:
-            ValueError: if the messages have so few levels that their errors grow from round to round.
+            ValueError: if the messages have so few levels that their errors would grow from round to round.
         """
         if self.quantization_levels is not None and compression.qsgd_variance(size, self.quantization_levels) >= 1:
             least = math.isqrt(size) + 1
@@ -99,12 +98,12 @@ class ControlVariate:
             )
         return state.at(size).astype(np.float32)
 
-    def learn(
-        self, state: ControlState, collected: Collected, *, divisor: float, num_clients: int, honest: Honest
+    def next_model(
+        self, state: ControlState, collected: CollectedReplies, *, divisor: float, num_clients: int, honest: Honest
     ) -> ControlState:
         """Return the state with c updated by the messages of a round; an update is `divisor` = E eta times a mean gradient.
 
-        With `honest` clients alone c is not changed further, but with few levels or clients that lost their c_i it may be.
+        With `honest` clients alone c is not shortened, unless messages have few levels or clients lost their c_i.
         """
         size = collected.total.size
         vector = state.at(size)
@@ -118,7 +117,7 @@ class ControlVariate:
         for name in lost:
             restarts[name] = restarts.get(name, 0) + 1
         if lost:
-            log.warning("control variates lost, they start at zero: %s", ", ".join(lost[:_LISTED]))
+            log.warning("Control variates were lost and start at zero: %s", ", ".join(lost[:_LISTED]))
         new = [name for name in collected.clients if name not in known]
         return ControlState(vector=vector, replied=(*state.replied, *new), restarts=restarts)
 
@@ -126,14 +125,14 @@ class ControlVariate:
         """Return the largest norm of a noised mean gradient g + c - c_i, given that of g; c_i is such a g of another round.
 
         Args:
-            sum_norm: of g.
+            sum_norm: norm of g.
             sent: the c that clients have received [size].
             honest: see `Honest`.
         """
         size = sent.size
         if self.quantization_levels is None:
             return 2 * sum_norm + float(l2_norms(sent.astype(np.float64)))
-        # c_i also has the error of its message, at most sqrt(q) times the norm of the quantised vector, and so on recursively.
+        # c_i also has the error of its message, at most sqrt(q) times the norm of the quantized vector, and so on recursively.
         return (2 * sum_norm + self._radius(size, honest)) / (1 - self._error(size))
 
     def longest_ever(self, size: int, honest: Honest) -> tuple[float, float]:
@@ -147,5 +146,5 @@ class ControlVariate:
         return (honest.mean + 2 * error * honest.single) / (1 - error)
 
     def _error(self, size: int) -> float:
-        """The norm of a message's error, as a part of the message's."""
+        """Return the largest norm of a message's error, as a fraction of the message's norm."""
         return 0.0 if self.quantization_levels is None else math.sqrt(compression.qsgd_variance(size, self.quantization_levels))

@@ -1,4 +1,4 @@
-"""What a run looks out for: too much noise, arrays that nobody trains, clients that never send anything of use."""
+"""The warnings and stops of a run: too much noise, arrays that nobody trains, clients that never send a usable update."""
 
 import hashlib
 import logging
@@ -10,9 +10,9 @@ from flower_dp.core.root_logger import SHOWN
 from flower_dp.core.vectors import Layout
 from flower_dp.privacy.statement import PrivacyStatement
 from flower_dp.strategies.population.client_manager import KnownClients
-from flower_dp.strategies.releases.release import Round
-from flower_dp.strategies.releases.replies import Collected
-from flower_dp.strategies.rules import Rules, evaluation_of
+from flower_dp.strategies.releases.release import RoundRequest
+from flower_dp.strategies.releases.replies import CollectedReplies
+from flower_dp.strategies.rules import MethodRules, evaluation_of
 from flower_dp.strategies.run_state import RunState
 from flower_dp.strategies.server_optimizer import ServerOptimizer
 
@@ -20,22 +20,22 @@ log = logging.getLogger("flwr")
 
 # Names in one line of the log.
 _MOST_NAMED = 5
-# So many rounds in a row, and so many clients asked in them, without a usable update end a run: more clients where updates have
-# come before, since devices may be away for a while.
+# Rounds in a row, and clients asked in them, that end a run if no update is usable. `_SILENT_CLIENTS`, the higher number, counts
+# once updates have come before, since devices may be away for a while.
 _FRUITLESS_ROUNDS, _FRUITLESS_CLIENTS, _SILENT_CLIENTS = 3, 10, 30
 
 
-def log_summary(rules: Rules, optimizer: ServerOptimizer | None) -> None:
-    """Log what a run will do."""
+def log_summary(rules: MethodRules, optimizer: ServerOptimizer | None) -> None:
+    """Log the method, its sampling and the server optimizer."""
     sampling = rules.releases[0].sampling
-    expected = sampling.expected_cohort(rules.about.num_clients)
+    expected = sampling.expected_cohort_size(rules.about.num_clients)
     log.info("%s: %s, %g of %s clients expected a round", rules.about.title, sampling, expected, rules.about.num_clients)
     if optimizer is not None:
-        log.info("server optimiser %s: it works on the noised mean and costs no epsilon", optimizer.name)
+        log.info("Server optimizer %s: it works on the noised mean and costs no epsilon", optimizer.name)
 
 
-def setting(rules: Rules, layout: Layout, optimizer: ServerOptimizer | None, num_rounds: int) -> dict[str, str]:
-    """Return what a run must have again to go on, by name; what its charges cost is compared with the charges."""
+def run_fingerprint(rules: MethodRules, layout: Layout, optimizer: ServerOptimizer | None, num_rounds: int) -> dict[str, str]:
+    """Return the fingerprint that a resumed run must match. The cost of its charges is compared separately, with the charges."""
     evaluation = evaluation_of(rules)
     shapes = hashlib.sha256(repr([layout.names, layout.shapes, layout.dtypes]).encode()).hexdigest()
     return {
@@ -50,49 +50,49 @@ def setting(rules: Rules, layout: Layout, optimizer: ServerOptimizer | None, num
     }
 
 
-def log_start(rules: Rules, known_clients: KnownClients, model: wire.Model) -> None:
-    """Log before the first round who takes part, how the noise compares with the updates, and what is odd about the model."""
+def log_start(rules: MethodRules, known_clients: KnownClients, model: wire.Model) -> None:
+    """Log before the first round the number of clients, the norms of noise and updates, and warnings about the model."""
     dimension = model.layout.size
     _log_shared(model)
     log.info("%s parameters, %s clients on %s nodes", dimension, len(known_clients.names), len(set(known_clients.nodes)))
-    noise, signal = rules.noise_and_signal(dimension)
-    log.info("norm of the noise on the mean of round 1 %.3g, of the mean without it at most %.3g", noise, signal)
+    noise, signal = rules.noise_and_signal_norms(dimension)
+    log.info("Norm of the noise on the mean of round 1 %.3g, of the mean without it at most %.3g", noise, signal)
     if noise > signal:
         log.warning(
-            "the noise on the mean is %.1f times as long as any mean without it: one round teaches little; more clients a "
-            "round, less noise or a smaller model help, and so do more rounds within the budget",
+            "Noise on the mean is %.1f times the largest possible noiseless mean, so one round teaches little. Try more clients "
+            "per round, less noise, a smaller model, or more rounds within the budget.",
             noise / signal,
             extra=SHOWN,
         )
 
 
 def _log_shared(model: wire.Model) -> None:
-    """Warn of trained arrays with the same values: a model's `state_dict` has shared (tied) weights once for each layer.
+    """Warn of trained arrays with the same values: a model's `state_dict` repeats shared (tied) weights for each layer.
 
-    Every copy would be trained, clipped and noised on its own, and clients would load the last one alone.
+    Every copy would be trained, clipped and noised separately, and clients would load only the last one.
     """
     names: dict[tuple[Any, ...], list[str]] = {}
     for name, array in model.layout.unflatten(model.vector).items():
-        if array.size and (array != array.flat[0]).any():  # zeros and ones are how many arrays begin
+        if array.size and (array != array.flat[0]).any():  # constant arrays are equal by their initialization
             names.setdefault((array.shape, hashlib.sha256(array.tobytes()).digest()), []).append(name)
     for same in names.values():
         if len(same) > 1:
             log.warning(
-                "arrays %s have the same values: if the model shares them (tied weights), each gets noise of its own and a part "
-                "of the clip, and clients use one of them alone; send it once: start with "
-                "flower_dp.clients.model_arrays(model), let clients return named_parameters(), and load with strict=False",
+                "Arrays %s have the same values: if the model shares them (tied weights), each gets its own noise and a part "
+                "of the clip norm, and clients use only one of them. Send it once: start with "
+                "flower_dp.clients.model_arrays(model), let clients return named_parameters(), and load with strict=False.",
                 ", ".join(map(repr, same[:_MOST_NAMED])),
             )
 
 
 def log_statement(statement: PrivacyStatement) -> None:
-    """Log the statement of a run that has ended, however it did: what was released before a failure stays released."""
+    """Log the statement of a run, however it ended: what was released before a failure stays released."""
     for line in str(statement).splitlines():
         log.info("%s", line)
 
 
-def log_constants(now: Round, collected: Collected) -> None:
-    """Warn of arrays that no reply changes: they get noise nevertheless.
+def warn_of_unchanged_arrays(now: RoundRequest, collected: CollectedReplies) -> None:
+    """Warn of arrays that no reply changes, although they get noise.
 
     It reads sums without noise, which only a trusted server has, and writes only to the server's log.
     """
@@ -101,7 +101,7 @@ def log_constants(now: Round, collected: Collected) -> None:
     same = [name for name, array in now.layout.unflatten(collected.total[: now.layout.size]).items() if not array.any()]
     if same and len(same) < len(now.layout.names):
         log.warning(
-            "round %s: no reply changes %s, which noise is added to; name in frozen_arrays what is constant in all rounds "
+            "Round %s: no reply changes %s, which get noise; name in frozen_arrays what is constant in all rounds "
             "(the first matrix of a LoRA adapter is not: it moves once the second one does)",
             now.server_round,
             ", ".join(map(repr, same)),
@@ -109,7 +109,7 @@ def log_constants(now: Round, collected: Collected) -> None:
 
 
 def check_usable_updates(state: RunState, num_clients: int, *, ended: bool = False) -> None:
-    """Fail a run in which no client sends a usable update any more: it would only spend budget.
+    """Fail a run in which no client sends a usable update any more: it would only spend its budget.
 
     Raises:
         RuntimeError: after enough rounds in a row without one, or at the end of a short run without any.
@@ -119,14 +119,15 @@ def check_usable_updates(state: RunState, num_clients: int, *, ended: bool = Fal
     if not asked or not (enough or (ended and first)):
         return
     rounds = f"the {'first' if first else 'last'} {len(asked)} rounds" if enough else "any round"
-    kept = "" if first else "; they stay charged, and the model is that before them: resume the run when clients answer again"
+    kept = "" if first else "; they stay charged, and the model is that before them: resume the run when clients reply again"
     raise RuntimeError(f"no client has sent a usable update in {rounds}; the last reason: {state.refusal}{kept}")
 
 
-def why_no_evaluation(state: RunState, num_clients: int) -> str | None:
+def evaluation_stop_reason(state: RunState, num_clients: int) -> str | None:
     """Return why a run has no private evaluations any more; None while it has.
 
-    As many in a row that no client answers as end a run end its evaluations: they would only spend budget. Training goes on.
+    They end after as many unanswered evaluations as unanswered rounds end a run: more would only spend the budget. Training
+    continues.
     """
     asked = state.unanswered_evaluations
     if not _are_fruitless(asked, num_clients, first=not state.evaluations):
@@ -135,12 +136,12 @@ def why_no_evaluation(state: RunState, num_clients: int) -> str | None:
 
 
 def _are_fruitless(asked: Sequence[int], num_clients: int, *, first: bool) -> bool:
-    """Return whether enough clients were asked in vain, in enough rounds in a row.
+    """Return whether enough clients did not reply, in enough rounds in a row.
 
     Args:
-        asked: how many clients, in each of these rounds.
-        num_clients: how many there are.
-        first: whether none has answered before.
+        asked: cohort size of each of these rounds.
+        num_clients: number of clients.
+        first: whether no client has replied before.
     """
     tries = min(_FRUITLESS_CLIENTS if first else _SILENT_CLIENTS, _FRUITLESS_ROUNDS * num_clients)
     return len(asked) >= _FRUITLESS_ROUNDS and sum(asked) >= tries

@@ -8,7 +8,7 @@ from flower_dp.strategies.calibration import noise_of
 from flower_dp.strategies.client_level import ClientLevelRules
 from flower_dp.strategies.releases.adaptive_clip import AdaptiveClip
 from flower_dp.strategies.releases.clipped_updates import ClippedUpdates
-from flower_dp.strategies.rules import Options
+from flower_dp.strategies.rules import StrategyOptions
 from flower_dp.strategies.strategy import DPStrategy
 
 
@@ -16,30 +16,32 @@ class DPFedAvg(DPStrategy):
     """Federated averaging with client-level differential privacy; updates are not weighted by example counts.
 
     With `placement="central"` the server is trusted: it clips every update once more, and adds the noise. Any Flower client works
-    that replies with its trained model in one `arrays` record, and so do the clients of `flower_dp.clients`. With
-    `placement="distributed"` every client clips its own update and adds its share of the noise, as in `DPFedSAM`: that takes the
-    clients of `flower_dp.clients`, and a server that adds up messages without looking at single ones.
+    that replies with its trained model in one `arrays` record, and so do the clients of `flower_dp.clients`.
+
+    With `placement="distributed"` every client clips its own update and adds its share of the noise, as in `DPFedSAM`. That needs
+    the clients of `flower_dp.clients`, and a server that adds up messages without looking at single ones.
 
     Args:
         clip_norm: L2 bound of one client's update, or an `AdaptiveClip` that moves it by the updates' norms.
         noise_multiplier: std of the noise on the sum / clip_norm; 0 runs without privacy, and the statement says so.
-        epsilon: in place of `noise_multiplier`: the noise is the least with which `num_rounds` rounds cost at most so much, with
-            their private evaluations; the run ends before a round that would pass it.
-        num_rounds: with `epsilon`, of the run; `start` must be given the same number.
-        sampling: who takes part in a round: a sampler of `flower_dp.core.sampling`.
+        epsilon: epsilon target, in place of `noise_multiplier`. The noise is the least with which `num_rounds` rounds cost at
+            most this, with their private evaluations; the run ends before a round that would exceed it.
+        num_rounds: rounds of the run, with `epsilon` only; `start` must be given the same number.
+        sampling: sampler of a round's cohort, from `flower_dp.core.sampling`.
         num_clients: number of clients; the run waits until that many have registered.
         delta: the delta at which epsilon is stated, in (0, 1).
-        target_epsilon: the run ends before the round that would pass it; None for no target.
-        relation: neighbouring relation; by default replace-one for fixed-size sampling, else add-or-remove-one.
+        target_epsilon: epsilon at which the run ends, before the round that would exceed it; None for no target.
+        relation: neighboring relation; by default replace-one for fixed-size sampling, else add-or-remove-one.
         placement: `central`: the server adds all noise; `distributed`: every client adds its share to its own update.
-        trusted_server: under distributed noise, whether the server adds the shares that missing clients did not; if not, shares
-            are computed for the fewest clients that may answer, and the ledger charges as if there were no sampling.
-        min_reply_ratio: with `trusted_server=False`, part of the drawn clients that must answer, 0.75 by default; shares are so
-            large that these alone have the noise of the release. With fewer replies the round is charged and not released.
-        options: those of every strategy: see `Options`.
+        server_completes_noise: whether, with placement='distributed', the server adds every noise share that a sum lacks
+            (never with top-k or quantized messages). False: nobody does; shares are sized for the fewest replies allowed, and the
+            accounting claims no amplification by sampling.
+        min_reply_ratio: fraction of the selected clients that must reply, with `server_completes_noise=False` only; 0.75 by
+            default. These replies alone hold the noise of the release. With fewer replies the round is charged and not released.
+        options: options of every strategy: see `StrategyOptions`.
 
     Raises:
-        ValueError: for a value that makes no sense, naming field and value.
+        ValueError: if a value is invalid; the message names field and value.
 
     Example:
         >>> from flower_dp.core.sampling import PoissonSampling
@@ -66,9 +68,9 @@ class DPFedAvg(DPStrategy):
         target_epsilon: float | None = None,
         relation: Relation | None = None,
         placement: str = "central",
-        trusted_server: bool = True,
+        server_completes_noise: bool = True,
         min_reply_ratio: float | None = None,
-        **options: Unpack[Options],
+        **options: Unpack[StrategyOptions],
     ) -> None:
         evaluation = options.get("evaluation")
         noise = noise_of(noise_multiplier, epsilon, num_rounds, target_epsilon=target_epsilon, evaluation=evaluation)
@@ -78,7 +80,7 @@ class DPFedAvg(DPStrategy):
             num_clients=num_clients,
             relation=relation,
             placement=placement,
-            trusted_server=trusted_server,
+            server_completes_noise=server_completes_noise,
             min_reply_ratio=min_reply_ratio,
         )
         rules = ClientLevelRules(

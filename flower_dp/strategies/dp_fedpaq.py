@@ -13,7 +13,7 @@ from flower_dp.core import checks, compression
 from flower_dp.core.noise import Generator
 from flower_dp.core.sampling import FixedSizeSampling, FullSampling, RoundRobinSampling, Sampler
 from flower_dp.privacy.charges import Charges
-from flower_dp.privacy.client_terms import Terms, values_in
+from flower_dp.privacy.client_terms import ClientTerms, values_in
 from flower_dp.privacy.dp_fedpaq import (
     FedPAQSteps,
     expected_replies,
@@ -25,18 +25,24 @@ from flower_dp.privacy.dp_fedpaq import (
 from flower_dp.privacy.statement import PaperEpsilon, PrivacyStatement
 from flower_dp.strategies.control import ControlState, ControlVariate, Honest
 from flower_dp.strategies.evaluation import LocalEvaluation, PrivateEvaluation
-from flower_dp.strategies.local_level import LocalRules, counts_sampling, least_and_largest, local_statement, most_replies
-from flower_dp.strategies.releases.books import ClientBooks, Member, PerClient, Population
-from flower_dp.strategies.releases.left_out import RoundLeftOut
+from flower_dp.strategies.local_level import (
+    LocalRules,
+    least_and_largest,
+    local_statement,
+    most_replies,
+    relies_on_secret_sampling,
+)
+from flower_dp.strategies.releases.client_ledgers import ClientFacts, ClientLedgers, PerClient, Population
+from flower_dp.strategies.releases.left_out import RoundDiscarded
 from flower_dp.strategies.releases.limits import HONEST_NORMS
-from flower_dp.strategies.releases.release import Round
-from flower_dp.strategies.releases.replies import Collected
-from flower_dp.strategies.rules import Learnt, Options
+from flower_dp.strategies.releases.release import RoundRequest
+from flower_dp.strategies.releases.replies import CollectedReplies
+from flower_dp.strategies.rules import ModelUpdate, StrategyOptions
 from flower_dp.strategies.run_state import RunFacts, RunState
 from flower_dp.strategies.strategy import DPStrategy
 
 _SAMPLERS = (FullSampling, FixedSizeSampling, RoundRobinSampling)
-# The norm of a Gaussian vector exceeds its mean by more standard deviations than this with probability e^-50, which is 2e-22.
+# Standard deviations by which the norm of a Gaussian vector exceeds its mean with a probability of at most e^-50, which is 2e-22.
 _NORM_DEVIATIONS = 10.0
 
 
@@ -45,15 +51,15 @@ class DPFedPAQRules(LocalRules):
 
     Args:
         population: the clients.
-        steps: what both sides know.
-        sampling: who takes part in a round.
-        delta: of every budget.
-        quantization_levels: of what clients send; None: float32.
-        calibration: see `update_terms`.
+        steps: parameters of the local steps, which both sides know.
+        sampling: sampler of a round's cohort.
+        delta: delta of every budget.
+        quantization_levels: levels above 0 of a message; None: float32.
+        calibration: `exact` or `paper`: see `update_terms`.
         name: the method's name on the wire.
         title: the method's name for people.
-        control: a vector that is sent with the model; None for none.
-        evaluation: the plan of private evaluations; None for none.
+        control: control variate that is sent with the model; None for none.
+        evaluation: settings of private evaluations; None for none.
     """
 
     def __init__(
@@ -83,11 +89,11 @@ class DPFedPAQRules(LocalRules):
         for budget in values_in(population.epsilon):
             terms(epsilon=budget, num_replies=1, num_records=steps.num_records)
 
-        def terms_of(one: Member) -> Terms:
-            return terms(epsilon=one.epsilon, num_replies=one.num_replies, num_records=one.num_records)
+        def terms_of(client: ClientFacts) -> ClientTerms:
+            return terms(epsilon=client.epsilon, num_replies=client.num_replies, num_records=client.num_records)
 
-        cohort_size, at_random = sampling.largest_cohort(population.num_clients), isinstance(sampling, FixedSizeSampling)
-        books = ClientBooks(
+        cohort_size, at_random = sampling.max_cohort_size(population.num_clients), isinstance(sampling, FixedSizeSampling)
+        books = ClientLedgers(
             population,
             relation="replace-one",
             delta=delta,
@@ -98,30 +104,30 @@ class DPFedPAQRules(LocalRules):
         super().__init__(title, books, name=name, sampling=sampling, clip_norm=steps.sum_norm, evaluation=evaluation)
 
     def weight(self, name: str) -> float:
-        """Return 1: a row that is sent alone is sent as it was quantised."""
+        """Return 1: a client's row is sent as it was quantized, so a weight would change its levels."""
         return 1.0
 
     def vectors(self, own: ControlState | None, size: int) -> dict[str, np.ndarray]:
-        """Return SCAFFOLD's control variate, which is sent with the model."""
+        """Return SCAFFOLD's control variate, which is sent with the model; nothing for DP-FedPAQ."""
         return {} if self.control is None else {"control": self.control.vector(own or ControlState(), size)}
 
-    def longest(self, now: Round) -> Callable[[str], float]:
-        """Return how long a client's honest update is at most, as it is sent."""
+    def longest(self, now: RoundRequest) -> Callable[[str], float]:
+        """Return a bound on the norm of a client's honest update, as it is sent."""
         size, factor = now.length, -self.steps.update_factor(now.server_round)
         ratio = 1.0 if self.quantization_levels is None else compression.qsgd_norm_ratio(size, self.quantization_levels)
         divisor, honest = self._divisor(now.server_round), self._honest(size)
 
         def longest(name: str) -> float:
             noise = self.books.terms[name].release.noise_scale * (math.sqrt(size) + _NORM_DEVIATIONS)
-            own = factor * (self.steps.longest_sum + noise)
+            norm = factor * (self.steps.longest_sum + noise)
             if self.control is None:
-                return ratio * own
-            return ratio * divisor * self.control.longest(own / divisor, now.ask.vectors["control"], honest=honest)
+                return ratio * norm
+            return ratio * divisor * self.control.longest(norm / divisor, now.ask.vectors["control"], honest=honest)
 
         return longest
 
     def _honest(self, size: int) -> Honest:
-        """Return how long noised mean gradients [size] of honest clients are, from public numbers: clip norm and noises."""
+        """Return bounds on the norms of honest noised mean gradients [size], from public numbers: clip norm and noises."""
         stds = [terms.release.noise_scale for terms in self.books.terms.values()]
         deviations = math.sqrt(size) + _NORM_DEVIATIONS
 
@@ -135,40 +141,42 @@ class DPFedPAQRules(LocalRules):
         """Return the ratio of an update to the mean gradient: E eta."""
         return self.steps.num_local_steps * self.steps.step_size(server_round)
 
-    def learn(self, state: RunState, now: Round, collected: Collected, rng: Generator) -> Learnt:
+    def next_model(self, state: RunState, now: RoundRequest, collected: CollectedReplies, rng: Generator) -> ModelUpdate:
         """Return the model moved by the mean of the received messages.
 
         Raises:
-            RoundLeftOut: if there are none.
+            RoundDiscarded: if no client has replied.
         """
         if not collected.clients:
-            raise RoundLeftOut("no client has answered")
+            raise RoundDiscarded("no client has answered")
         own = state.own
         if self.control is not None:
             divisor, honest, num_clients = self._divisor(now.server_round), self._honest(now.layout.size), self.about.num_clients
-            own = self.control.learn(own or ControlState(), collected, divisor=divisor, num_clients=num_clients, honest=honest)
-        return Learnt(vector=np.asarray(now.vector + collected.total / len(collected.clients)), own=own)
+            own = self.control.next_model(
+                own or ControlState(), collected, divisor=divisor, num_clients=num_clients, honest=honest
+            )
+        return ModelUpdate(vector=np.asarray(now.vector + collected.total / len(collected.clients)), own=own)
 
     def _assumptions(self, own: ControlState | None) -> tuple[str, ...]:
-        """How far a client that lies can move the model, where a control variate carries its lie on; empty without one."""
+        """Return how far a lying client can move the model by the control variate; empty without one."""
         if self.control is None:
             return ()
-        text = "A LYING CLIENT moves the control variate as well as the model, and honest clients carry that on in later rounds"
+        text = "A LYING CLIENT moves the control variate as well as the model. Honest clients keep the effect in later rounds"
         if own is None or not (size := own.vector.size):
-            return (text,)
+            return (f"{text}.",)
         ratio = 1.0 if self.quantization_levels is None else compression.qsgd_norm_ratio(size, self.quantization_levels)
         honest, step = self._honest(size), self._divisor(1)
         longest, radius = self.control.longest_ever(size, honest)
-        # Of the rows that the server takes, and of a full cohort, over which the mean is taken.
+        # The largest row that the server accepts, in the mean over a full cohort.
         part = HONEST_NORMS * ratio * step / self.cohort_size
         return (
-            f"{text}: in a round, among {self.cohort_size} replies, it moves the model by up to {part * longest:.3g} by what it "
-            f"sends (DP-FedPAQ: {part * honest.single:.3g}), and the control variate, of norm up to {radius:.3g}, moves it by "
-            f"up to {step * radius:.3g}",
+            f"{text}. In a round with {self.cohort_size} replies its message moves the model by up to {part * longest:.3g} "
+            f"(DP-FedPAQ: {part * honest.single:.3g}). The control variate, of norm up to {radius:.3g}, moves it by up to "
+            f"{step * radius:.3g}.",
         )
 
-    def noise_and_signal(self, dimension: int) -> tuple[float, float]:
-        """Return the norms of the noise on the mean of updates, and of the longest update; without what quantisation adds."""
+    def noise_and_signal_norms(self, dimension: int) -> tuple[float, float]:
+        """Return the norms of the noise on the mean of updates, and of the longest update; without quantization errors."""
         factor = -self.steps.update_factor(1)
         variances = [terms.release.noise_std**2 for terms in self.books.terms.values()]
         noise = math.sqrt(sum(variances) / len(variances) / self.cohort_size * dimension)
@@ -180,9 +188,9 @@ class DPFedPAQRules(LocalRules):
         sizes = books.num_records.values()
         whole = bool(sizes) and all(size == steps.num_records for size in sizes)
         each = f"all records, {steps.num_records}" if whole else f"{steps.num_records} records at random, without replacement"
-        # On an update, before it is quantised: steps shrink from round to round, and the noise with them.
+        # The std on an update before it is quantized, in the last round: steps shrink, and the noise with them.
         factor = -steps.update_factor(max(1, charges.number(self.training.name)))
-        secret = ("only the client knows which of its records it takes",) if counts_sampling(self, charges) else ()
+        secret = ("Only the client knows which of its records it uses.",) if relies_on_secret_sampling(self, charges) else ()
         return local_statement(
             self,
             state,
@@ -210,7 +218,7 @@ def _noise_numbers(rules: DPFedPAQRules) -> dict[str, float]:
 
 
 def _paper(rules: DPFedPAQRules, charges: Charges, run: RunFacts) -> PaperEpsilon | None:
-    """The paper's epsilon of one round, added up over the replies of the client whom it costs most."""
+    """Return the paper's epsilon of one round, summed over the replies of the client whom it costs most."""
     worst: tuple[float, float, float, int] | None = None
     for name, ledger in rules.ledgers(charges).items():
         release, replies = rules.books.terms[name].release, ledger.num_charges
@@ -252,30 +260,31 @@ def _paper(rules: DPFedPAQRules, charges: Charges, run: RunFacts) -> PaperEpsilo
 class DPFedPAQ(DPStrategy):
     """DP-FedPAQ (the paper's Algorithm 2), for clients whose recipe is `flower_dp.clients.DPFedPAQRecipe` with the same numbers.
 
-    In each round M of N clients draw E b of their n_i records without replacement, take E local steps on means of b clipped
-    gradients, add Gaussian noise from their own budget to the update, round it at random and without bias to a few levels
-    (QSGD), and send that. The model moves by the mean of the received messages.
+    In each round M of N clients draw E b of their n_i records without replacement. Each client takes E local steps on means of b
+    clipped gradients, and adds Gaussian noise for its own budget to the update. Then it rounds the update at random and without
+    bias to a few levels (QSGD), and sends that. The model moves by the mean of the received messages.
 
     All replies of a client together are (epsilon_i, delta)-differentially private for each of its records under replace-one,
     against everyone who sees them. `FedPAQSteps.sensitivity` names the proof of an update's sensitivity to one record. The
-    client's own choice of records amplifies; the choice of clients does not, since the server sees it.
+    client's own sampling of records amplifies; the sampling of clients does not, since the server sees it.
 
     Args:
         steps: the parameters that both sides know: step size, E, b, clip norm, and how the sensitivity is proved.
-        sampling: who takes part in a round: `FixedSizeSampling` (the paper's), `RoundRobinSampling` or `FullSampling`.
+        sampling: sampler of a round's cohort: `FixedSizeSampling` (the paper's), `RoundRobinSampling` or `FullSampling`.
         num_clients: number of clients (paper: N).
-        num_records: public data sizes: one number, a sequence in the order of the clients' names, or by name.
-        epsilon: budget of each client: one number, a sequence or a mapping; math.inf: no noise, not private.
-        delta: of every budget.
-        quantization_levels: levels above 0 of what clients send (paper: s); None: float32.
+        num_records: public data sizes, in records: one number, a sequence in the order of the clients' names, or by name.
+        epsilon: epsilon budget of each client: one number, a sequence or a mapping; math.inf: no noise, not private.
+        delta: delta of every budget.
+        quantization_levels: levels above 0 of a message (paper: s); None: float32.
         calibration: `exact`: noise for all replies together; `paper`: that of eq. 17, for repeating the paper's experiments.
-            Epsilon and delta are then of one reply; the statement's epsilon is what all replies cost with this noise.
-        num_replies: the most replies of a client. By default as many as the rounds need (round robin, or all clients); with
-            `FixedSizeSampling` a number that a client exceeds with a probability of 1 %, after which it is not asked.
-        options: those of every strategy: see `Options`.
+            With `paper`, epsilon and delta are those of one reply; the statement's epsilon is the cost of all replies with this
+            noise.
+        num_replies: maximum replies of a client. By default as many as the rounds need (round robin, or all clients); with
+            `FixedSizeSampling` a number that a client exceeds with a probability of 1 %, after which it gets no requests.
+        options: options of every strategy: see `StrategyOptions`.
 
     Raises:
-        ValueError: for a value that makes no sense, naming field and value.
+        ValueError: if a value is invalid; the message names field and value.
 
     Example:
         >>> from flower_dp.core.sampling import FixedSizeSampling
@@ -303,7 +312,7 @@ class DPFedPAQ(DPStrategy):
         quantization_levels: int | None = 10,
         calibration: str = "exact",
         num_replies: int | Sequence[int] | Mapping[str, int] | None = None,
-        **options: Unpack[Options],
+        **options: Unpack[StrategyOptions],
     ) -> None:
         population = Population(num_clients=num_clients, num_records=num_records, num_replies=num_replies, epsilon=epsilon)
         rules = DPFedPAQRules(

@@ -8,53 +8,57 @@ from flower_dp.strategies.calibration import noise_of
 from flower_dp.strategies.client_level import ClientLevelRules
 from flower_dp.strategies.releases.adaptive_clip import AdaptiveClip
 from flower_dp.strategies.releases.clipped_updates import ClippedUpdates
-from flower_dp.strategies.rules import Options
+from flower_dp.strategies.rules import StrategyOptions
 from flower_dp.strategies.strategy import DPStrategy
 
-_PAPER_FORMULA = "RDP of the Poisson-subsampled Gaussian, DP-FedSAM Theorem 2"
+_PAPER_FORMULA = "DP-FedSAM Theorem 2, RDP of the subsampled Gaussian"
 
 
 class DPFedSAM(DPStrategy):
     """DP-FedSAM, for clients whose recipe of local training is SAM (`flower_dp.clients.Training(sam_radius=...)`).
 
-    With `placement="distributed"` (the paper's) every client adds its share of the noise, std z C / sqrt(m), to its own clipped
-    update, and the noise of the sum has std z C. Here m is the largest possible cohort, a public number, and the server adds the
-    missing shares. The paper's m, the number of drawn clients, would be revealed to each of them, and the amplification by
-    sampling holds only if nobody knows it. With `trusted_server=False` nobody adds missing shares. Then m is the smallest number
-    of clients that must answer (`min_reply_ratio` of those drawn), a round with fewer replies is not released, and nothing is
-    amplified. With `placement="central"` the server adds all noise.
+    With `placement="distributed"` (the paper's) every client adds its share of the noise to its own clipped update. A share has
+    std z C / sqrt(m), and the noise of the sum has std z C. Here m is the maximum cohort size, a public number. The server adds
+    every share that the sum lacks. The paper's m, the number of selected clients, would be revealed to each of them, and the
+    amplification by sampling holds only if nobody knows it.
 
-    `keep_ratio` < 1 is DP-FedSAM-top_k: after the noise only this part of the coordinates is kept, those of largest magnitude.
-    Under central placement they are chosen from the noised mean, which costs nothing (post-processing). Under distributed
-    placement every client chooses from its own noised update, as in the paper; that is *not* post-processing of the noised sum,
-    so the tight epsilon then rests on each client's own share alone and is very large. The paper's value stays in the statement,
-    flagged as not valid.
+    With `server_completes_noise=False` the server adds no share. Then m is the minimum number of replies (`min_reply_ratio` of
+    the selected clients). A round with fewer replies is not released. The accounting claims no amplification. With
+    `placement="central"` the server adds all noise.
+
+    `keep_ratio` < 1 is DP-FedSAM-top_k: after the noise only this fraction of the coordinates is kept, those of largest
+    magnitude. Under central placement the server selects them from the noised mean, which costs nothing (post-processing). Under
+    distributed placement every client selects from its own noised update, as in the paper. That is *not* post-processing of the
+    noised sum, so the proved epsilon then rests on each client's own share alone and is very large. The paper's value stays in
+    the statement, flagged as not valid.
 
     With `quantization_levels` every client rounds its own noised update at random to so many levels (QSGD, `DPFedPAQ`), and sends
-    a few bits a coordinate. As with top-k, a single quantised message is not a function of the noised sum. Distributed placement
-    only, since under central placement a client's message has no noise.
+    a few bits per coordinate. As with top-k, a single quantized message is not a function of the noised sum. Quantization needs
+    distributed placement, since under central placement a client's message has no noise.
 
     Args:
         clip_norm: L2 bound of one client's update (paper: C), or an `AdaptiveClip` that moves it by the updates' norms.
         noise_multiplier: std of the noise on the sum / clip_norm (paper: sigma); 0 runs without privacy, as the statement says.
-        epsilon: in place of `noise_multiplier`: the noise is the least with which `num_rounds` rounds cost at most so much, with
-            their private evaluations; the run ends before a round that would pass it.
-        num_rounds: with `epsilon`, of the run; `start` must be given the same number.
-        sampling: who takes part in a round: a sampler of `flower_dp.core.sampling`.
+        epsilon: epsilon target, in place of `noise_multiplier`. The noise is the least with which `num_rounds` rounds cost at
+            most this, with their private evaluations; the run ends before a round that would exceed it.
+        num_rounds: rounds of the run, with `epsilon` only; `start` must be given the same number.
+        sampling: sampler of a round's cohort, from `flower_dp.core.sampling`.
         num_clients: number of clients (paper: M); the run waits until that many have registered.
         delta: the delta at which epsilon is stated, in (0, 1).
-        target_epsilon: the run ends before the round that would pass it; None for no target.
-        relation: neighbouring relation; by default replace-one for fixed-size sampling, else add-or-remove-one.
-        keep_ratio: part of the coordinates kept after the noise, those of largest magnitude (paper: p).
+        target_epsilon: epsilon at which the run ends, before the round that would exceed it; None for no target.
+        relation: neighboring relation; by default replace-one for fixed-size sampling, else add-or-remove-one.
+        keep_ratio: fraction of the coordinates kept after the noise, those of largest magnitude, in (0, 1] (paper: p).
         quantization_levels: levels above 0 to which every client rounds its own noised update (QSGD); None for none.
         placement: `distributed`: every client adds its share to its own update; `central`: the server adds all noise.
-        trusted_server: under distributed noise, whether the server adds the shares that missing clients did not; if not, shares
-            are computed for the fewest clients that may answer, and the ledger charges as if there were no sampling.
-        min_reply_ratio: with `trusted_server=False`, part of the drawn clients that must answer, 0.75 by default.
-        options: those of every strategy: see `Options`.
+        server_completes_noise: whether, with placement='distributed', the server adds every noise share that a sum lacks
+            (never with top-k or quantized messages). False: nobody does; shares are sized for the fewest replies allowed, and the
+            accounting claims no amplification by sampling.
+        min_reply_ratio: fraction of the selected clients that must reply, with `server_completes_noise=False` only; 0.75 by
+            default.
+        options: options of every strategy: see `StrategyOptions`.
 
     Raises:
-        ValueError: for a value that makes no sense, naming field and value.
+        ValueError: if a value is invalid; the message names field and value.
 
     Example:
         >>> from flower_dp.core.sampling import PoissonSampling
@@ -63,7 +67,7 @@ class DPFedSAM(DPStrategy):
         ...     clip_norm=0.5, noise_multiplier=0.9, sampling=PoissonSampling(sampling_rate=0.1), num_clients=1000, delta=5e-4
         ... )
         >>> # Against a participant, who knows one of 192 shares:
-        >>> round(strategy.rules.noise.charged.mechanism.noise_multiplier, 4)
+        >>> round(strategy.rules.noise.release_to_participants.mechanism.noise_multiplier, 4)
         0.8977
     """
 
@@ -84,9 +88,9 @@ class DPFedSAM(DPStrategy):
         keep_ratio: float = 1.0,
         quantization_levels: int | None = None,
         placement: str = "distributed",
-        trusted_server: bool = True,
+        server_completes_noise: bool = True,
         min_reply_ratio: float | None = None,
-        **options: Unpack[Options],
+        **options: Unpack[StrategyOptions],
     ) -> None:
         evaluation = options.get("evaluation")
         noise = noise_of(noise_multiplier, epsilon, num_rounds, target_epsilon=target_epsilon, evaluation=evaluation)
@@ -96,7 +100,7 @@ class DPFedSAM(DPStrategy):
             num_clients=num_clients,
             relation=relation,
             placement=placement,
-            trusted_server=trusted_server,
+            server_completes_noise=server_completes_noise,
             min_reply_ratio=min_reply_ratio,
             keep_ratio=keep_ratio,
             quantization_levels=quantization_levels,

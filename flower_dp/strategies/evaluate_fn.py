@@ -1,4 +1,4 @@
-"""Somebody's `evaluate_fn`, whose failure is reported as what it is."""
+"""The user's `evaluate_fn`, with errors that name it."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -6,22 +6,22 @@ from typing import Any
 
 from flwr.app import ArrayRecord, MetricRecord
 
-# The number of a round and its model -> metrics by public data, or nothing.
+# (number of a round, its model) -> metrics on public data, or None.
 EvaluateFn = Callable[[int, ArrayRecord], MetricRecord | None]
 
 
 @dataclass(frozen=True, slots=True)
 class Named:
-    """Somebody's function, whose errors say that they are its own.
+    """The user's function; its errors name it.
 
     Raises:
-        RuntimeError: if it fails, with the round, and the class and the text of its error.
+        RuntimeError: if the function fails, with the round, and the class and the text of its error.
     """
 
     function: EvaluateFn
 
     def __call__(self, server_round: int, arrays: ArrayRecord) -> MetricRecord | None:
-        """Return its metrics, None if it has none."""
+        """Return the function's metrics; None if it returns none."""
         try:
             metrics: Any = self.function(server_round, arrays)
             if metrics is None or isinstance(metrics, MetricRecord):
@@ -35,13 +35,13 @@ class Named:
 
 
 class Around(Named):
-    """A function of this package's around somebody's: its own errors stay what they are."""
+    """A function of this package around the user's; its errors stay unchanged."""
 
     def __call__(self, server_round: int, arrays: ArrayRecord) -> MetricRecord | None:
-        """Return what the function returns."""
+        """Return the function's result."""
         return self.function(server_round, arrays)
 
 
 def named(evaluate_fn: EvaluateFn) -> EvaluateFn:
-    """Return a function whose failure is reported as that of somebody's `evaluate_fn`."""
+    """Return a function whose errors name the user's `evaluate_fn`, wrapped once."""
     return evaluate_fn if isinstance(evaluate_fn, Named) else Named(evaluate_fn)

@@ -15,11 +15,11 @@ from flower_dp.core.sampling import FullSampling, Sampler, check_sampler
 from flower_dp.privacy.charges import Charges
 from flower_dp.privacy.evaluation_budget import EvaluationBudget
 from flower_dp.privacy.mechanisms import Gaussian
-from flower_dp.strategies.releases.left_out import RoundLeftOut
+from flower_dp.strategies.releases.left_out import RoundDiscarded
 from flower_dp.strategies.releases.noised_sum import NoisedSum, check_relation
-from flower_dp.strategies.releases.release import Release, Round
-from flower_dp.strategies.releases.replies import Collected
-from flower_dp.strategies.releases.shared_noise import SharedNoise
+from flower_dp.strategies.releases.release import Release, RoundRequest
+from flower_dp.strategies.releases.replies import CollectedReplies
+from flower_dp.strategies.releases.shared_noise import NoiseSharing
 from flower_dp.strategies.run_state import RunState
 
 
@@ -28,20 +28,19 @@ class PrivateEvaluation:
     """Evaluation of the global model on clients' own data, with client-level differential privacy.
 
     In every `every`-th round a separate cohort evaluates the model. Each client's metrics, clipped to public bounds, and a 1 that
-    counts the client, form one vector of L2 norm at most 1. The sum of the vectors gets Gaussian noise of std `noise_multiplier`,
-    added like the method's own noise by the server, or as shares by the clients. The evaluation is charged to the method's
-    ledgers before any message is sent. Only the noised sum is used: the value of a metric is its noised sum over the noised
-    count.
+    counts the client, form one vector of L2 norm at most 1. The sum of the vectors gets Gaussian noise of std `noise_multiplier`.
+    As in training, the server adds it, or the clients add shares of it. The evaluation is charged to the method's ledgers before
+    any message is sent. Only the noised sum is used: the value of a metric is its noised sum over the noised count.
 
     Attributes:
         noise_multiplier: std of the noise on the sum of the vectors; 0 makes the run not private.
-        sampling: who evaluates; `PoissonSampling` for the least cost.
-        metrics: the public upper bound of every metric, by the name under which clients report it; all are at least 0. Clients of
-            this package have `loss` and `accuracy`; stock clients what their own evaluate function returns.
-        every: rounds from one evaluation to the next.
+        sampling: sampler of the evaluating cohort; `PoissonSampling` costs least.
+        metrics: public upper bound of every metric, by the name under which clients report it; all metrics are at least 0.
+            Clients of this package report `loss` and `accuracy`; stock clients report what their evaluate function returns.
+        every: number of rounds from one evaluation to the next.
 
     Raises:
-        ValueError: for a value that makes no sense, naming field and value.
+        ValueError: if a value is invalid; the message names field and value.
 
     Example:
         >>> from flower_dp.core.sampling import PoissonSampling
@@ -71,28 +70,30 @@ class PrivateEvaluation:
         checks.integer("every", self.every, at_least=1)
 
     def due(self, server_round: int) -> bool:
-        """Return whether there is an evaluation in a round."""
+        """Return whether a round has an evaluation."""
         return server_round % self.every == 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocalEvaluation:
-    """Evaluation of the global model on clients' own data, for methods in which every message is private on its own.
+    """Evaluation of the global model on clients' own data, for methods with local DP.
 
-    In every `every`-th round clients send their metrics of the model with Laplace noise for a budget of their own
-    (`EvaluationBudget`), charged to their ledgers before any message is sent. The value of a metric is the mean over the clients
-    that replied, by the method's public weights. If the method protects single records, so does this: a metric is the mean over
-    a client's records, and the more records, the less noise.
+    In every `every`-th round clients send their metrics of the model, with Laplace noise under a separate budget
+    (`EvaluationBudget`). Each client's ledger is charged before any message is sent. The value of a metric is the mean over the
+    clients that replied, by the method's public weights.
+
+    If the method protects single records, so does the evaluation: a metric is the mean over a client's records, and the more
+    records, the less noise.
 
     Attributes:
-        budget: every client's budget; give clients the same one (`LocalDPClient(evaluation=...)`).
-        metrics: the public upper bound of every metric, by its name on the clients: `loss` and `accuracy`, or those
-            that the clients' `record_metrics` returns. All metrics are at least 0.
-        every: rounds from one evaluation to the next.
-        sampling: who evaluates, among the clients whose budget is not spent.
+        budget: budget of every client; give clients the same one (`LocalDPClient(evaluation=...)`).
+        metrics: public upper bound of every metric, by its name on the clients: `loss` and `accuracy`, or those that the
+            clients' `record_metrics` returns. All metrics are at least 0.
+        every: number of rounds from one evaluation to the next.
+        sampling: sampler of the evaluating cohort, among the clients whose budget is not spent.
 
     Raises:
-        ValueError: for a value that makes no sense, naming field and value.
+        ValueError: if a value is invalid; the message names field and value.
 
     Example:
         >>> from flower_dp.strategies import EvaluationBudget, FedSGDDPC, LocalEvaluation
@@ -121,7 +122,7 @@ class LocalEvaluation:
         checks.integer("every", self.every, at_least=1)
 
     def due(self, server_round: int) -> bool:
-        """Return whether there is an evaluation in a round."""
+        """Return whether a round has an evaluation."""
         return server_round % self.every == 0
 
 
@@ -129,8 +130,8 @@ class Evaluation(Release, Protocol):
     """Private evaluation, as the second release of a round.
 
     Attributes:
-        plan: what is evaluated, and when.
-        length: of a client's row.
+        plan: settings of the evaluation.
+        length: length of a client's row.
     """
 
     @property
@@ -139,71 +140,73 @@ class Evaluation(Release, Protocol):
     def length(self) -> int: ...  # noqa: D102
 
     def due(self, charges: Charges, server_round: int) -> bool:
-        """Return whether there is an evaluation in this round."""
+        """Return whether this round has an evaluation."""
 
-    def result(self, state: RunState, now: Round, collected: Collected, rng: Generator) -> dict[str, float]:
+    def result(self, state: RunState, now: RoundRequest, collected: CollectedReplies, rng: Generator) -> dict[str, float]:
         """Return value and standard error of every metric.
 
         Raises:
-            RoundLeftOut: if nothing may be released, or nothing of use would be.
+            RoundDiscarded: if nothing may be released, or the result would be useless.
         """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SumEvaluation(NoisedSum):
+class NoisedSumEvaluation(NoisedSum):
     """Evaluations of a method with one noised sum: the noised sum of clients' metrics, and of a 1 that counts each client.
 
     Attributes:
-        plan: what is evaluated, by whom and with how much noise.
-        training: the name of the method's own release: an evaluation is counted after every `plan.every`-th of its rounds.
+        plan: settings of the evaluation.
+        training: name of the method's own release; an evaluation follows every `plan.every`-th of its rounds.
     """
 
-    noise: SharedNoise
+    noise: NoiseSharing
     plan: PrivateEvaluation
     training: str
 
     @classmethod
-    def of(cls, plan: PrivateEvaluation | LocalEvaluation, training: NoisedSum, shared: SharedNoise, title: str) -> SumEvaluation:
-        """Return the evaluations of a method with this release of training, with the placement of its noise.
+    def of(
+        cls, plan: PrivateEvaluation | LocalEvaluation, training: NoisedSum, shared: NoiseSharing, title: str
+    ) -> NoisedSumEvaluation:
+        """Return the evaluations of a method with this training release, with the same placement of the noise.
 
         Raises:
-            ValueError: if the plan is for methods with a ledger of every client.
+            ValueError: if the plan is for methods with a ledger for every client.
         """
         if not isinstance(plan, PrivateEvaluation):
             raise checks.BadValue("evaluation", f"evaluation: is a {type(plan).__name__}; {title} takes a PrivateEvaluation")
-        own, mechanism = shared.release, Gaussian(noise_multiplier=plan.noise_multiplier)
-        check_relation(own.relation, plan.sampling, own.num_clients)
-        release = replace(own, clip_norm=1.0, mechanism=mechanism, sampler=plan.sampling)
-        noise = replace(shared, release=release, lossy_messages=False)
+        trained, mechanism = shared.release, Gaussian(noise_multiplier=plan.noise_multiplier)
+        check_relation(trained.relation, plan.sampling, trained.num_units)
+        release = replace(trained, clip_norm=1.0, mechanism=mechanism, sampler=plan.sampling)
+        noise = replace(shared, release=release, compresses_noised_updates=False)
         metrics = MetricBounds(bounds=plan.metrics)
         return cls(name=wire.EVALUATION, noise=noise, metrics=metrics, plan=plan, training=training.name)
 
     @property
     def length(self) -> int:
-        """The number of entries of a client's vector: its metrics, and the 1 that counts it."""
+        """The length of a client's vector: its metrics, and the 1 that counts the client."""
         return MetricBounds(bounds=self.plan.metrics).num_counted
 
     def due(self, charges: Charges, server_round: int) -> bool:
-        """Return whether there is an evaluation in this round: never more of them than the plan of the run has counted."""
+        """Return whether this round has an evaluation; the run never has more of them than its plan counts."""
         return self.plan.due(server_round) and charges.number(self.name) < charges.number(self.training) // self.plan.every
 
-    def result(self, state: RunState, now: Round, collected: Collected, rng: Generator) -> dict[str, float]:
+    def result(self, state: RunState, now: RoundRequest, collected: CollectedReplies, rng: Generator) -> dict[str, float]:
         """Return value and standard error of every metric, from the noised sum alone.
 
         The standard error covers the noise and the choice of the cohort. It is an upper bound: the variance of the clients'
         values is the largest that their bounds and the reported mean allow.
 
         Raises:
-            RoundLeftOut: if the method releases nothing, or the noised count of clients is too small to divide by.
+            RoundDiscarded: if the method releases nothing, or the noised count of clients is too small to divide by.
         """
         mean, _ = self.noised(state, now, collected, rng)
         release = self.release
-        scale = math.sqrt(self.length) * release.expected_cohort
+        scale = math.sqrt(self.length) * release.expected_cohort_size
         *sums, count = (mean * scale).tolist()
         std = math.sqrt(self.length) * release.noise_scale
         if count < max(1.0, 3 * std):
-            expected = release.expected_cohort
-            raise RoundLeftOut(
+            expected = release.expected_cohort_size
+            raise RoundDiscarded(
                 f"about {max(count, 0):.0f} clients evaluated, too few for noise of std {std:.3g} on their number",
                 in_vain=round(expected) if count < expected / 2 else 0,
             )

@@ -10,47 +10,49 @@ from flower_dp.strategies.client_level import ClientLevelRules
 from flower_dp.strategies.releases.adaptive_clip import AdaptiveClip
 from flower_dp.strategies.releases.clipped_updates import ClippedUpdates
 from flower_dp.strategies.releases.masks import LargestMasks, Masks, RandomMasks
-from flower_dp.strategies.rules import Options
+from flower_dp.strategies.rules import StrategyOptions
 from flower_dp.strategies.strategy import DPStrategy
 
-# Part of a top_k mask that is random.
+# The default random fraction of a top_k mask.
 _RANDOM_RATIO = 0.5
 
 
 class FedSMP(DPStrategy):
     """Fed-SMP with rand_k or top_k, for the clients of `flower_dp.clients.DPClient`.
 
-    Every round has one mask of `keep_ratio` of the coordinates. Every client masks its update, clips what is kept to L2 norm
-    `clip_norm`, and adds its share of the noise there; the other coordinates are 0 and carry no noise. A masked update is
+    Every round has one mask of `keep_ratio` of the coordinates. Every client masks its update, clips the kept coordinates to L2
+    norm `clip_norm`, and adds its share of the noise there. The other coordinates are 0 and carry no noise. A masked update is
     shorter, so it is clipped less, and less noise reaches the model. The update is not scaled by d / k.
 
-    A `rand-k` mask is random; the server sends its seed. A `top-k` mask has the largest coordinates of the noised mean that was
-    released last, and for a `random_ratio` of it others, drawn at random; the server sends a bit a coordinate. The first one is
-    all random. No mask depends on data but through what was released and paid for, so masks cost no privacy: epsilon is that of
-    the noised sum. The paper's top_k takes its mask from public data.
+    A `rand-k` mask is random; the server sends its seed. A `top-k` mask has the largest coordinates of the last released noised
+    mean. A `random_ratio` of the mask is other coordinates, drawn at random. The server sends one bit per coordinate. The first
+    mask is all random. A mask depends on data only through releases that were charged, so masks cost no privacy: epsilon is that
+    of the noised sum. The paper's top_k takes its mask from public data.
 
     Args:
         clip_norm: L2 bound of one client's update, or an `AdaptiveClip` that moves it by the updates' norms.
         noise_multiplier: std of the noise on the sum / clip_norm; 0 runs without privacy, and the statement says so.
-        epsilon: in place of `noise_multiplier`: the noise is the least with which `num_rounds` rounds cost at most so much, with
-            their private evaluations; the run ends before a round that would pass it.
-        num_rounds: with `epsilon`, of the run; `start` must be given the same number.
-        sampling: who takes part in a round: a sampler of `flower_dp.core.sampling`.
+        epsilon: epsilon target, in place of `noise_multiplier`. The noise is the least with which `num_rounds` rounds cost at
+            most this, with their private evaluations; the run ends before a round that would exceed it.
+        num_rounds: rounds of the run, with `epsilon` only; `start` must be given the same number.
+        sampling: sampler of a round's cohort, from `flower_dp.core.sampling`.
         num_clients: number of clients; the run waits until that many have registered.
         delta: the delta at which epsilon is stated, in (0, 1).
-        target_epsilon: the run ends before the round that would pass it; None for no target.
-        relation: neighbouring relation; by default replace-one for fixed-size sampling, else add-or-remove-one.
-        keep_ratio: part of the coordinates of a round's mask (paper: p = k / d).
+        target_epsilon: epsilon at which the run ends, before the round that would exceed it; None for no target.
+        relation: neighboring relation; by default replace-one for fixed-size sampling, else add-or-remove-one.
+        keep_ratio: fraction of the coordinates in a round's mask, in (0, 1] (paper: p = k / d).
         mask: `rand-k` or `top-k`.
-        random_ratio: with `top-k`, part of the mask's coordinates that is random, in (0, 1]; 0.5 by default.
+        random_ratio: random fraction of the mask's coordinates, in (0, 1], with `top-k` only; 0.5 by default.
         placement: `distributed`: every client adds its share to its own update; `central`: the server adds all noise.
-        trusted_server: under distributed noise, whether the server adds the shares that missing clients did not; if not, shares
-            are computed for the fewest clients that may answer, and the ledger charges as if there were no sampling.
-        min_reply_ratio: with `trusted_server=False`, part of the drawn clients that must answer, 0.75 by default.
-        options: those of every strategy: see `Options`.
+        server_completes_noise: whether, with placement='distributed', the server adds every noise share that a sum lacks
+            (never with top-k or quantized messages). False: nobody does; shares are sized for the fewest replies allowed, and the
+            accounting claims no amplification by sampling.
+        min_reply_ratio: fraction of the selected clients that must reply, with `server_completes_noise=False` only; 0.75 by
+            default.
+        options: options of every strategy: see `StrategyOptions`.
 
     Raises:
-        ValueError: for a value that makes no sense, naming field and value.
+        ValueError: if a value is invalid; the message names field and value.
 
     Example:
         >>> from flower_dp.core.sampling import PoissonSampling
@@ -79,9 +81,9 @@ class FedSMP(DPStrategy):
         mask: str = "rand-k",
         random_ratio: float | None = None,
         placement: str = "distributed",
-        trusted_server: bool = True,
+        server_completes_noise: bool = True,
         min_reply_ratio: float | None = None,
-        **options: Unpack[Options],
+        **options: Unpack[StrategyOptions],
     ) -> None:
         masks: Masks = RandomMasks(keep_ratio=keep_ratio)
         if checks.one_of("mask", mask, ("rand-k", "top-k")) == "top-k":
@@ -96,7 +98,7 @@ class FedSMP(DPStrategy):
             num_clients=num_clients,
             relation=relation,
             placement=placement,
-            trusted_server=trusted_server,
+            server_completes_noise=server_completes_noise,
             min_reply_ratio=min_reply_ratio,
             masks=masks,
         )

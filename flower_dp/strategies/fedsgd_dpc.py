@@ -12,17 +12,23 @@ from flower_dp.core import checks
 from flower_dp.core.noise import Generator
 from flower_dp.core.sampling import RoundRobinSampling
 from flower_dp.privacy.charges import Charges
-from flower_dp.privacy.client_terms import Terms, values_in
+from flower_dp.privacy.client_terms import ClientTerms, values_in
 from flower_dp.privacy.events import Relation
 from flower_dp.privacy.fedsgd_dpc import gaussian_noise_variance, gradient_terms
 from flower_dp.privacy.mechanisms import Laplace
 from flower_dp.privacy.statement import PaperEpsilon, PrivacyStatement
 from flower_dp.strategies.evaluation import LocalEvaluation, PrivateEvaluation
-from flower_dp.strategies.local_level import LocalRules, counts_sampling, least_and_largest, local_statement, most_replies
-from flower_dp.strategies.releases.books import ClientBooks, Member, PerClient, Population
-from flower_dp.strategies.releases.release import Round
-from flower_dp.strategies.releases.replies import Collected
-from flower_dp.strategies.rules import Learnt, Options
+from flower_dp.strategies.local_level import (
+    LocalRules,
+    least_and_largest,
+    local_statement,
+    most_replies,
+    relies_on_secret_sampling,
+)
+from flower_dp.strategies.releases.client_ledgers import ClientFacts, ClientLedgers, PerClient, Population
+from flower_dp.strategies.releases.release import RoundRequest
+from flower_dp.strategies.releases.replies import CollectedReplies
+from flower_dp.strategies.rules import ModelUpdate, StrategyOptions
 from flower_dp.strategies.run_state import RunFacts, RunState
 from flower_dp.strategies.strategy import DPStrategy
 
@@ -34,7 +40,7 @@ _FORMULAS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepSizes:
-    """The server's step sizes: see `FedSGDDPC`, whose arguments these are."""
+    """The server's step sizes; `FedSGDDPC` describes the attributes."""
 
     learning_rate: float | None
     learning_rate_decay: float
@@ -69,18 +75,18 @@ class FedSGDDPCRules(LocalRules):
 
     Args:
         population: the clients.
-        terms: `gradient_terms` with what all clients have in common.
+        terms: `gradient_terms` with the arguments that all clients share.
         steps: the server's step sizes.
-        cohort_size: clients a round.
-        delta: of every budget.
-        noise_constant: c2 of the paper's epsilon.
-        evaluation: the plan of private evaluations; None for none.
+        cohort_size: clients per round.
+        delta: delta of every budget.
+        noise_constant: c2 of the paper's epsilon; None: not known.
+        evaluation: settings of private evaluations; None for none.
     """
 
     def __init__(
         self,
         population: Population,
-        terms: partial[Terms],
+        terms: partial[ClientTerms],
         steps: StepSizes,
         *,
         cohort_size: int,
@@ -92,13 +98,13 @@ class FedSGDDPCRules(LocalRules):
             terms(epsilon=budget, num_records=1, num_replies=1)
         release = terms(epsilon=math.inf, num_records=1, num_replies=1).release
         self.mechanism = "laplace" if isinstance(release.mechanism, Laplace) else "gaussian"
-        self.sampling_rate, self.step_size = release.expected_cohort, steps.at
+        self.sampling_rate, self.step_size = release.expected_cohort_size, steps.at
         self.noise_constant = None if noise_constant is None else checks.number("noise_constant", noise_constant, above=0)
 
-        def terms_of(one: Member) -> Terms:
-            return terms(epsilon=one.epsilon, num_records=one.num_records, num_replies=one.num_replies)
+        def terms_of(client: ClientFacts) -> ClientTerms:
+            return terms(epsilon=client.epsilon, num_records=client.num_records, num_replies=client.num_replies)
 
-        books = ClientBooks(
+        books = ClientLedgers(
             population,
             relation=release.relation,
             delta=delta,
@@ -114,11 +120,11 @@ class FedSGDDPCRules(LocalRules):
             evaluation=evaluation,
         )
 
-    def learn(self, state: RunState, now: Round, collected: Collected, rng: Generator) -> Learnt:
+    def next_model(self, state: RunState, now: RoundRequest, collected: CollectedReplies, rng: Generator) -> ModelUpdate:
         """Return the model moved by the step size times the sum; a client's row is minus its noised gradient."""
-        return Learnt(vector=now.vector + self.step_size(now.server_round) * collected.total)
+        return ModelUpdate(vector=now.vector + self.step_size(now.server_round) * collected.total)
 
-    def noise_and_signal(self, dimension: int) -> tuple[float, float]:
+    def noise_and_signal_norms(self, dimension: int) -> tuple[float, float]:
         """Return the norms of step 1 times the noise, and times the longest mean of gradients."""
         # Every client is in this part of the rounds.
         part = self.cohort_size / self.about.num_clients
@@ -128,7 +134,7 @@ class FedSGDDPCRules(LocalRules):
     def _stds(self) -> list[float]:
         """Return the std of the noise on a number that each client sends: on its weighted mean gradient."""
         releases = {name: terms.release for name, terms in self.books.terms.items()}
-        return [self.weight(name) * release.noise_std / release.expected_cohort for name, release in releases.items()]
+        return [self.weight(name) * release.noise_std / release.expected_cohort_size for name, release in releases.items()]
 
     def weight(self, name: str) -> float:
         """Return the weight of a client's row: N/b times its share."""
@@ -146,20 +152,22 @@ class FedSGDDPCRules(LocalRules):
             message_std=min(self._stds(), default=0.0),
             noise={
                 "clip_norm": self.clip_norm,
-                **least_and_largest(books, scale, lambda release: release.noise_scale / release.expected_cohort),
+                **least_and_largest(books, scale, lambda release: release.noise_scale / release.expected_cohort_size),
             },
             paper=_paper(self, charges, facts),
             sampling=f"{self.training.sampling}: {most_replies(books)}; {batch} in each",
-            assumptions=("which records are in a batch is known to the client alone",) if counts_sampling(self, charges) else (),
+            assumptions=("Only the client knows which records are in a batch.",)
+            if relies_on_secret_sampling(self, charges)
+            else (),
         )
 
 
 def _paper(rules: FedSGDDPCRules, charges: Charges, run: RunFacts) -> PaperEpsilon | None:
-    """The paper's epsilon, for the noise and the replies of the run, of the client whom it costs most."""
+    """Return the paper's epsilon for the noise and the replies of the run, of the client whom it costs most."""
     values = []
     for name, ledger in rules.ledgers(charges).items():
         release, replies = rules.books.terms[name].release, ledger.num_charges
-        scale, num_records = release.noise_scale / release.expected_cohort, rules.books.num_records[name]
+        scale, num_records = release.noise_scale / release.expected_cohort_size, rules.books.num_records[name]
         if not scale:
             return None
         if not replies:
@@ -176,7 +184,7 @@ def _paper(rules: FedSGDDPCRules, charges: Charges, run: RunFacts) -> PaperEpsil
     if run.seeded_noise:
         reason = "noise came from a fixed seed"
     elif rules.mechanism == "laplace":
-        reason = "for replace-one, and with the true number of replies instead of the expected one"
+        reason = "for replace-one, with the true number of replies instead of the expected one"
     else:
         reason = f"c2 = {rules.noise_constant:g} was given by the user; the constant of the proof has no published value"
     return PaperEpsilon(
@@ -190,35 +198,35 @@ def _paper(rules: FedSGDDPCRules, charges: Charges, run: RunFacts) -> PaperEpsil
 class FedSGDDPC(DPStrategy):
     """FedSGD-DPC, for clients whose recipe is `flower_dp.clients.FedSGDDPCRecipe` with the same numbers.
 
-    In each round b clients, round robin, send a noised mean of clipped per-record gradients g_i + w_i, and the model moves to
-    theta - eta_t (N/b) sum (n_i/n) (g_i + w_i) (the paper's Algorithm 1 for *updates*: theta_i - theta = -eta_t (g_i + w_i);
-    the step size is the server's, it costs no privacy). Clients that don't answer count as zeros: b does not shrink.
+    In each round b clients, round robin, send a noised mean of clipped per-record gradients g_i + w_i. The model moves to
+    theta - eta_t (N/b) sum (n_i/n) (g_i + w_i). This is the paper's Algorithm 1 for *updates*, theta_i - theta = -eta_t (g_i +
+    w_i); the step size is the server's, so it costs no privacy. Clients that don't reply count as zeros: b does not shrink.
 
-    Every client replies at most R = ceil(b T / N) times, and its noise makes all R replies together (epsilon_i, delta)
-    differentially private for each of its records. The paper calibrates to the *expected* number of replies of random
-    selection, which some clients then exceed.
+    Every client replies at most R = ceil(b T / N) times. Its noise makes all R replies together (epsilon_i, delta)-differentially
+    private for each of its records. The paper calibrates to the *expected* number of replies of random selection, which some
+    clients then exceed.
 
     Args:
         mechanism: `laplace` (pure, delta 0) or `gaussian`.
         num_clients: number of clients (paper: N).
-        cohort_size: clients a round (paper: b).
+        cohort_size: clients per round (paper: b).
         num_records: public data sizes (paper: n_i): one number, a sequence in the order of the clients' names, or by name.
         clip_norm: bound on one record's gradient, L1 for Laplace (paper: xi_1), L2 for Gaussian.
-        epsilon: budget of each client: one number, a sequence or a mapping; math.inf: no noise, not private.
+        epsilon: epsilon budget of each client: one number, a sequence or a mapping; math.inf: no noise, not private.
         learning_rate: step size of round 1; or None, with the two constants of the theory's schedule.
         delta: 0 for Laplace, in (0, 1) for Gaussian.
-        learning_rate_decay: the step size shrinks by this part every round.
+        learning_rate_decay: fraction by which the step size shrinks every round, in [0, 1).
         strong_convexity: mu of eta_t = (2/mu) / (t + gamma), t = 0, 1, ...
         smoothness: lambda of gamma = 2 lambda / mu.
         aggregation: `data-size` or `uniform`.
-        sampling_rate: part of a client's records in a batch (paper: q), Gaussian only.
-        relation: neighbouring relation; replace-one in the paper. Under add-or-remove-one the noise is about half as large.
-        num_replies: the most replies of a client (R), if not ceil(b T / N): one number, a sequence or a mapping.
-        noise_constant: the paper's c2, which has no published value; gives the Gaussian `paper` epsilon.
-        options: those of every strategy: see `Options`.
+        sampling_rate: fraction of a client's records in a batch (paper: q), Gaussian only.
+        relation: neighboring relation; replace-one in the paper. Under add-or-remove-one the noise is about half as large.
+        num_replies: maximum replies of a client (R), if not ceil(b T / N): one number, a sequence or a mapping.
+        noise_constant: the paper's c2, which has no published value; it gives the Gaussian `paper_epsilon`.
+        options: options of every strategy: see `StrategyOptions`.
 
     Raises:
-        ValueError: for a value that makes no sense, naming field and value.
+        ValueError: if a value is invalid; the message names field and value.
 
     Example:
         >>> from flower_dp.strategies import FedSGDDPC
@@ -256,7 +264,7 @@ class FedSGDDPC(DPStrategy):
         relation: Relation = "replace-one",
         num_replies: int | Sequence[int] | Mapping[str, int] | None = None,
         noise_constant: float | None = None,
-        **options: Unpack[Options],
+        **options: Unpack[StrategyOptions],
     ) -> None:
         steps = StepSizes(
             learning_rate=learning_rate,

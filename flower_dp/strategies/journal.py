@@ -1,4 +1,4 @@
-"""The journal of a run: one line of public numbers a round, for a run folder, a screen, or a tracker."""
+"""The journal of a run: one line of public numbers per round, for a run folder, a screen, or a tracker."""
 
 import logging
 import time
@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from flwr.app import ArrayRecord, MetricRecord
 from flwr.serverapp.strategy import Result
 
-from flower_dp.core import columns
+from flower_dp.core import metric_columns
 from flower_dp.privacy.statement import PrivacyStatement
 from flower_dp.strategies.checkpoint import Checkpoint
 from flower_dp.strategies.evaluate_fn import Around, EvaluateFn, named
@@ -32,22 +32,22 @@ class Observer(Protocol):
 
 
 def place_of(observers: Iterable[Observer]) -> CheckpointPlace | None:
-    """Return where the first of the observers that has a folder for checkpoints wants them; None for nowhere."""
-    found = (getattr(observer, "checkpoints", None) for observer in observers)
-    return next((one for one in found if one is not None), None)
+    """Return the place for checkpoints of the first observer that has one; None without any."""
+    places = (getattr(observer, "checkpoints", None) for observer in observers)
+    return next((place for place in places if place is not None), None)
 
 
-# Makes the observers of a run that begins.
+# Makes the observers of the next run.
 OBSERVERS: ContextVar[Callable[[], tuple[Observer, ...]] | None] = ContextVar("observers", default=None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Unfailing:
-    """An observer whose errors are logged: they end no run, and change nothing in it.
+class SafeObserver:
+    """An observer whose errors are logged, so that they neither stop nor change the run.
 
     Attributes:
         observer: the observer.
-        name: of it, for the log.
+        name: the observer's name in the log.
     """
 
     observer: Observer
@@ -55,12 +55,12 @@ class Unfailing:
 
     @property
     def checkpoints(self) -> CheckpointPlace | None:
-        """Where the observer wants those of the run."""
+        """The observer's place for checkpoints."""
         return place_of((self.observer,))
 
-    def go_on(self, last: int) -> None:
-        """Pass on that the run goes on, to an observer that wants to know."""
-        if callable(call := getattr(self.observer, "go_on", None)):
+    def resume(self, last: int) -> None:
+        """Pass on that the run resumes, if the observer has a `resume`."""
+        if callable(call := getattr(self.observer, "resume", None)):
             self._try(f"round {last}", call, last)
 
     def line(self, line: Mapping[str, Any]) -> None:
@@ -75,12 +75,12 @@ class Unfailing:
         try:
             call(*arguments)
         except Exception as error:
-            log.warning("%s failed at %s, and the run goes on: %s: %s", self.name, when, type(error).__name__, error)
+            log.warning("%s failed at %s, and the run continues: %s: %s", self.name, when, type(error).__name__, error)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tracker:
-    """An observer that calls a function with a copy of every line, and its `close` at the end, if it has that.
+    """An observer that calls a function with a copy of every line, and its `close`, if it has one, at the end.
 
     Attributes:
         on_round: the function.
@@ -93,27 +93,27 @@ class Tracker:
         self.on_round(dict(line))
 
     def end(self, statement: PrivacyStatement, result: Result | None) -> None:
-        """Close what the function writes to."""
+        """Call the function's `close`."""
         if callable(close := getattr(self.on_round, "close", None)):
             close()
 
 
 def tracker(on_round: OnRound) -> Observer:
-    """Return the observer that calls `on_round`, whose errors do no harm to the run from here on.
+    """Return the observer that calls `on_round`; from now on its errors do no harm to the run.
 
     Raises:
-        Exception: what the `open` of `on_round` raises, if it has that: nothing was released yet.
+        Exception: if the `open` of `on_round` raises it: nothing was released yet.
     """
     if callable(begin := getattr(on_round, "open", None)):
         begin()
-    return Unfailing(observer=Tracker(on_round=on_round), name="on_round")
+    return SafeObserver(observer=Tracker(on_round=on_round), name="on_round")
 
 
 class Told(Protocol):
-    """What a run is asked for its lines."""
+    """The run, as far as its lines need it."""
 
     @property
-    def secret_cohort(self) -> bool: ...  # noqa: D102
+    def cohort_is_secret(self) -> bool: ...  # noqa: D102
     @property
     def delta(self) -> float: ...  # noqa: D102
 
@@ -122,12 +122,12 @@ class Told(Protocol):
 
 
 class Journal:
-    """The lines of one run, as they are passed to its observers.
+    """The lines of one run, which it passes to the observers.
 
     Args:
-        run: what happens.
-        observers: who follows the run.
-        num_rounds: of the run, at most; None if unknown.
+        run: source of the lines.
+        observers: observers of the run.
+        num_rounds: maximum number of rounds; None if unknown.
     """
 
     def __init__(self, run: Told, observers: tuple[Observer, ...], num_rounds: int | None) -> None:
@@ -140,85 +140,83 @@ class Journal:
         self._metrics: dict[int, Mapping[str, Any]] = {}
         self._warned: set[str] = set()
 
-    def go_on(self, found: Checkpoint) -> None:
-        """Begin where an earlier process was; an observer that has a `go_on` learns what the last line is that stays."""
-        self._due, self._arrays = None if found.is_over else found.server_round, found.model
-        self._started -= found.elapsed
+    def resume(self, checkpoint: Checkpoint) -> None:
+        """Continue the lines of an earlier process; an observer's `resume`, if it has one, gets the last round that stays."""
+        self._due, self._arrays = None if checkpoint.round_complete else checkpoint.server_round, checkpoint.model
+        self._started -= checkpoint.elapsed
         for observer in self._observers:
-            if callable(call := getattr(observer, "go_on", None)):
-                call(found.server_round - (not found.is_over))
+            if callable(call := getattr(observer, "resume", None)):
+                call(checkpoint.server_round - (not checkpoint.round_complete))
 
     def evaluated(self, evaluate_fn: EvaluateFn) -> EvaluateFn:
         """Return an `evaluate_fn` whose metrics are in the lines."""
-        own = named(evaluate_fn)
+        function = named(evaluate_fn)
 
         def evaluate(server_round: int, arrays: ArrayRecord) -> MetricRecord | None:
             self._evaluated = True
-            metrics = own(server_round, arrays)
+            metrics = function(server_round, arrays)
             self._metrics[server_round] = metrics if isinstance(metrics, Mapping) else {}
             return metrics
 
         return Around(evaluate)
 
     def released(self, server_round: int, arrays: ArrayRecord) -> None:
-        """Note that a round has ended with this model; its line is passed on when all of it is known."""
+        """Note that a round has ended with this model; its line is passed on when it is complete."""
         self._due, self._arrays = server_round, arrays
 
     def flush(self) -> None:
-        """Pass on the line of the last round, if it was not yet."""
+        """Pass on the line of the last round, unless that was done."""
         if self._due is None or not self._observers:
             return
         server_round, self._due = self._due, None
         line: dict[str, Any] = {**self._users(self._metrics.pop(server_round, {})), "round": server_round, **self._num_rounds}
         line |= self._run.line_of(server_round)
-        # Rounds take the longer, the more clients are in them.
-        elapsed = {} if self._run.secret_cohort else {"elapsed": round(time.monotonic() - self._started, 3)}
+        # If cohorts are secret, no times: a round takes longer with more clients.
+        elapsed = {} if self._run.cohort_is_secret else {"elapsed": round(time.monotonic() - self._started, 3)}
         line |= {"delta": self._run.delta} | elapsed
         for observer in self._observers:
             observer.line(line)
 
     def end(self, result: Any, statement_of: Callable[[], PrivacyStatement], *, failed: bool, is_of_folder: bool) -> None:
-        """Pass on the statement and the result; a loop of one's own that returns no model has that of its last round.
+        """Pass on the statement and the result; the result of a custom loop that returns no model is its last round's.
 
         Args:
-            result: what `start` has returned.
-            statement_of: returns the statement.
-            failed: whether it has raised an error instead.
-            is_of_folder: whether an observer's folder is that of this run; not if its run could not go on.
+            result: return value of `start`.
+            statement_of: function that returns the statement.
+            failed: whether `start` has raised an error instead.
+            is_of_folder: whether an observer's folder belongs to this run; false if the run there could not be resumed.
         """
         if not is_of_folder:
             self._observers = tuple(observer for observer in self._observers if place_of((observer,)) is None)
         if not self._observers:
             return
         if failed or (isinstance(result, Result) and result.arrays):
-            found: Result | None = result
+            last: Result | None = result
         else:
-            found = None if self._arrays is None else Result(arrays=self._arrays)
+            last = None if self._arrays is None else Result(arrays=self._arrays)
         try:
             if not failed or self._due or self._evaluated:  # an initial model has a line only if the run began
                 self.flush()
         finally:
             statement = statement_of()
-            with ExitStack() as ends:  # all of them, in turn, if one fails as well
+            with ExitStack() as ends:  # calls every observer, in order, even if one fails
                 for observer in reversed(self._observers):
-                    ends.callback(observer.end, statement, found)
+                    ends.callback(observer.end, statement, last)
 
     def _users(self, metrics: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the metrics that are no column of the run's own; warn of each of the others once.
+        """Return the metrics whose names are not reserved for the run; warn of each other one once.
 
-        In a line in which the run has no such column, the user's number would pass for the run's: for its epsilon, for a noised
-        mean, or for the size of a cohort that is secret.
+        In a line without the run's own column, a reader would take the user's number for the run's: for its epsilon, for a noised
+        mean, or for the size of a secret cohort.
         """
-        taken = {name for name in metrics if columns.own(name)}
+        taken = {name for name in metrics if metric_columns.is_reserved(name)}
         for name in sorted(taken - self._warned):
-            log.warning(
-                "evaluate_fn: its metric %r is not written: this is a column of the run's own; give it another name", name
-            )
+            log.warning("evaluate_fn: its metric %r is not written: the name is reserved for the run; give it another", name)
         self._warned |= taken
         return {name: value for name, value in metrics.items() if name not in taken}
 
 
 def observers_of(on_round: OnRound | None) -> tuple[Observer, ...]:
-    """Return who follows a run that begins: those of its surroundings, and the strategy's own."""
+    """Return the observers of the next run: those of its environment, and the strategy's `on_round`."""
     make = OBSERVERS.get()
     return (*(make() if make else ()), *(() if on_round is None else (tracker(on_round),)))

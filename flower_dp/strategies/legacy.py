@@ -1,8 +1,8 @@
 """Flower's old server API, `ServerApp(server_fn=...)`, and how to change an app that uses it."""
 
 _CHANGE = """\
-{name} runs on Flower's Message API; ServerApp(server_fn=...), ServerApp(strategy=...) and start_server are the API before it. \
-No client was asked. Where the app now makes ServerAppComponents(strategy=..., config=ServerConfig(num_rounds=...)), write:
+{name} runs on Flower's Message API; ServerApp(server_fn=...), ServerApp(strategy=...) and start_server are the older API. \
+No client was asked. In place of ServerAppComponents(strategy=..., config=ServerConfig(num_rounds=...)), write:
 
     app = ServerApp()
 
@@ -15,10 +15,10 @@ Clients stay as they are, see docs/your-own-app.md"""
 
 
 class LegacyAppError(TypeError):
-    """A strategy of this package was given to Flower's old server API.
+    """The error of a strategy of this package under Flower's old server API.
 
     Args:
-        strategy: its class's name.
+        strategy: name of the strategy's class.
     """
 
     def __init__(self, strategy: str) -> None:

@@ -1,4 +1,4 @@
-"""Local placement: what the rules of all methods have in common in which every message is private on its own."""
+"""Local DP: the common rules of all methods in which every client adds its full noise."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from typing import Any, Self
 import numpy as np
 
 from flower_dp import wire
-from flower_dp.core import checks, dp
+from flower_dp.core import checks, dp_events
 from flower_dp.core.metric_bounds import MetricBounds
 from flower_dp.core.noise import Generator
 from flower_dp.core.sampling import Sampler
 from flower_dp.privacy import accounting
-from flower_dp.privacy.accounting import Cost
+from flower_dp.privacy.accounting import PrivacyCost
 from flower_dp.privacy.charges import Charges, History
 from flower_dp.privacy.events import Relation
 from flower_dp.privacy.release import Release
-from flower_dp.privacy.statement import Adversary, ClientCosts, PaperEpsilon, PrivacyStatement, delta_warning
+from flower_dp.privacy.statement import Adversary, ClientEpsilons, PaperEpsilon, PrivacyStatement, delta_warning
 from flower_dp.strategies.evaluation import LocalEvaluation, PrivateEvaluation
 from flower_dp.strategies.not_covered import not_covered, seeded
-from flower_dp.strategies.releases.books import ClientBooks
-from flower_dp.strategies.releases.left_out import RoundLeftOut
-from flower_dp.strategies.releases.own_replies import OwnReplies
-from flower_dp.strategies.releases.release import Round
-from flower_dp.strategies.releases.replies import Collected
-from flower_dp.strategies.rules import About
+from flower_dp.strategies.releases.client_ledgers import ClientLedgers
+from flower_dp.strategies.releases.left_out import RoundDiscarded
+from flower_dp.strategies.releases.local_releases import LocalReleases
+from flower_dp.strategies.releases.release import RoundRequest
+from flower_dp.strategies.releases.replies import CollectedReplies
+from flower_dp.strategies.rules import MethodFacts
 from flower_dp.strategies.run_state import RunFacts, RunState
 
 # The norm of a noise vector exceeds its bound with probability e^-60, which is 1e-26.
@@ -38,16 +38,16 @@ NOISE_DEVIATIONS = 60.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OwnEvaluation(OwnReplies):
-    """Evaluations by noised metrics of single clients, each charged to every client that is asked.
+class LocalMetricsEvaluation(LocalReleases):
+    """Evaluations by noised metrics of single clients, each charged to every client of its cohort.
 
     Attributes:
-        plan: what is evaluated, by whom, for which budget.
-        books: the method's terms.
+        plan: settings of the evaluations.
+        books: the method's terms and ledgers.
     """
 
     plan: LocalEvaluation
-    books: ClientBooks
+    books: ClientLedgers
 
     @staticmethod
     def checked(plan: PrivateEvaluation | LocalEvaluation, title: str) -> LocalEvaluation:
@@ -64,15 +64,15 @@ class OwnEvaluation(OwnReplies):
         return plan
 
     @classmethod
-    def of(cls, plan: LocalEvaluation, books: ClientBooks) -> OwnEvaluation:
+    def of(cls, plan: LocalEvaluation, books: ClientLedgers) -> LocalMetricsEvaluation:
         """Return the evaluations of a method with these terms."""
-        terms = {name: plan.budget.terms(name, own) for name, own in books.terms.items()}
+        terms = {name: plan.budget.terms(name, training) for name, training in books.terms.items()}
 
         def scale(name: str) -> float:
             """Return the Laplace scale on the mean of a client's contributions."""
-            return terms[name].release.noise_scale / terms[name].release.expected_cohort
+            return terms[name].release.noise_scale / terms[name].release.expected_cohort_size
 
-        def longest(now: Round) -> Callable[[str], float]:
+        def longest(now: RoundRequest) -> Callable[[str], float]:
             return lambda name: 1 + scale(name) * (2 * math.sqrt(now.length) + NOISE_DEVIATIONS)
 
         return cls(
@@ -90,29 +90,29 @@ class OwnEvaluation(OwnReplies):
 
     @property
     def length(self) -> int:
-        """The number of entries of a client's row."""
+        """The length of a client's row."""
         return len(self.plan.metrics)
 
     def due(self, charges: Charges, server_round: int) -> bool:
-        """Return whether there is an evaluation in this round, and a client that can pay."""
+        """Return whether this round has an evaluation, and any client has budget left for it."""
         return self.plan.due(server_round) and self.anyone_pays(charges)
 
-    def result(self, state: RunState, now: Round, collected: Collected, rng: Generator) -> dict[str, float]:
+    def result(self, state: RunState, now: RoundRequest, collected: CollectedReplies, rng: Generator) -> dict[str, float]:
         """Return value and standard error of every metric: the mean of the received rows, by their public weights.
 
-        The standard error covers the noise and, if not all clients have answered, the choice of clients. It is an upper bound:
+        The standard error covers the noise and, if not all clients have replied, the choice of clients. It is an upper bound:
         the variance of the clients' values is the largest that their bounds and the reported mean allow.
 
         Raises:
-            RoundLeftOut: if no client has answered.
+            RoundDiscarded: if no client has replied.
         """
         if not collected.clients:
-            raise RoundLeftOut("no client has answered")
+            raise RoundDiscarded("no client has answered")
         shares = {name: self.books.share(name) for name in collected.clients}
         whole = sum(shares.values())
         parts = {name: share / whole for name, share in shares.items()}
         fractions = MetricBounds(bounds=self.plan.metrics).fractions(collected.total / whole)
-        scales = {name: self.terms[name].release.noise_scale / self.terms[name].release.expected_cohort for name in parts}
+        scales = {name: self.terms[name].release.noise_scale / self.terms[name].release.expected_cohort_size for name in parts}
         # Laplace noise has sqrt(2) x its scale; a contribution of 1 is 2 / dimension of a metric.
         variance = sum((part * math.sqrt(2) * scales[name] * self.length / 2) ** 2 for name, part in parts.items())
         chosen = sum(part**2 for part in parts.values()) if len(parts) < len(self.terms) else 0.0
@@ -125,21 +125,21 @@ class OwnEvaluation(OwnReplies):
 
 
 class LocalRules:
-    """Terms and a budget of every client, and a stop where all budgets are spent.
+    """The rules of methods with terms and a budget for every client; a run ends when all budgets are spent.
 
-    A subclass says in `weight`, `longest` and `vectors` what its rows are, and in `learn` and `statement` what comes of them.
+    A subclass defines its rows in `weight`, `longest` and `vectors`, and their use in `next_model` and `statement`.
 
     Attributes:
-        training: the replies of training.
-        evaluation: private evaluations; None without them.
+        training: the release of training.
+        evaluation: the release of private evaluations; None without them.
 
     Args:
         title: the method's name for people.
-        books: terms of every client, and their costs.
-        name: of the method on the wire.
-        sampling: who takes part in a round.
-        clip_norm: of the releases.
-        evaluation: the plan of private evaluations.
+        books: terms and costs of every client.
+        name: the method's name on the wire.
+        sampling: sampler of a round's cohort.
+        clip_norm: clip norm of the releases.
+        evaluation: settings of private evaluations; None for none.
 
     Raises:
         ValueError: if the plan is for methods with one ledger for all clients.
@@ -150,7 +150,7 @@ class LocalRules:
     def __init__(
         self,
         title: str,
-        books: ClientBooks,
+        books: ClientLedgers,
         *,
         name: str,
         sampling: Sampler,
@@ -158,34 +158,35 @@ class LocalRules:
         evaluation: PrivateEvaluation | LocalEvaluation | None,
     ) -> None:
         num_clients = books.population.num_clients
-        sampling.expected_cohort(num_clients)
-        self.about = About(title=title, num_clients=num_clients, delta=books.delta, stock_refusal=self.stock_refusal)
+        sampling.expected_cohort_size(num_clients)
+        self.about = MethodFacts(title=title, num_clients=num_clients, delta=books.delta, stock_refusal=self.stock_refusal)
         self.books, self._name, self.sampling, self.clip_norm = books, name, sampling, clip_norm
-        self.cohort_size = sampling.largest_cohort(num_clients)
-        self._plan = None if evaluation is None else OwnEvaluation.checked(evaluation, title)
+        self.cohort_size = sampling.max_cohort_size(num_clients)
+        self._plan = None if evaluation is None else LocalMetricsEvaluation.checked(evaluation, title)
         self._open()
 
-    def opened(self, names: tuple[str, ...], num_rounds: int | None) -> Self:
+    def with_clients(self, names: tuple[str, ...], num_rounds: int | None) -> Self:
         """Return the rules of a run of these clients, each with its own terms.
 
         Raises:
-            ValueError: if names or their number don't fit, or a run goes on with a client that it did not begin with.
+            ValueError: if names or their number don't fit, or a resumed run has a client that joined after its start.
             RuntimeError: if the number of replies is not known.
         """
         if known := self.books.terms:
             if new := sorted(set(names) - set(known)):
                 raise ValueError(
-                    f"clients: {new[0]!r} was not there when this run began; this method has terms for those of its start"
+                    f"clients: {new[0]!r} joined after the run began; this method fixes every client's terms at the start and "
+                    "can't add clients"
                 )
             names = tuple(known)
         rules = copy.copy(self)
-        rules.books = self.books.opened(names, num_rounds)
+        rules.books = self.books.with_clients(names, num_rounds)
         rules._open()
         return rules
 
     def _open(self) -> None:
-        """Make the releases, which ask this object for what a row is."""
-        self.training = OwnReplies(
+        """Make the releases, which call this object for weights, bounds and vectors."""
+        self.training = LocalReleases(
             name=self._name,
             clip_norm=self.clip_norm,
             sampling=self.sampling,
@@ -195,29 +196,29 @@ class LocalRules:
             vectors_of=self.vectors,
             terms=self.books.terms,
         )
-        self.evaluation = None if self._plan is None else OwnEvaluation.of(self._plan, self.books)
+        self.evaluation = None if self._plan is None else LocalMetricsEvaluation.of(self._plan, self.books)
 
     @property
-    def releases(self) -> tuple[OwnReplies, ...]:
+    def releases(self) -> tuple[LocalReleases, ...]:
         """The release of training, and that of private evaluations if there are any."""
         return (self.training,) if self.evaluation is None else (self.training, self.evaluation)
 
-    # What a row is
+    # The rows
 
     def weight(self, name: str) -> float:
-        """Return what a client's row counts in the sum: its share."""
+        """Return the weight of a client's row in the sum: its public share."""
         return self.books.share(name)
 
-    def longest(self, now: Round) -> Callable[[str], float]:
-        """Return how long a client's mean of clipped contributions, with its noise, is at most."""
+    def longest(self, now: RoundRequest) -> Callable[[str], float]:
+        """Return a bound on the norm of a client's mean of clipped contributions, with its noise."""
 
         def longest(name: str) -> float:
-            own = self.books.terms[name].release
+            release = self.books.terms[name].release
             # Laplace vectors are up to twice as long as Gaussian ones, and spread more.
-            noise = own.noise_scale * (2 * math.sqrt(now.length) + NOISE_DEVIATIONS)
-            whole = own.unit == "client"
+            noise = release.noise_scale * (2 * math.sqrt(now.length) + NOISE_DEVIATIONS)
+            whole = release.unit == "client"
             contributions = 1.0 if whole else self.books.num_records[name]
-            return (contributions * own.clip_norm + noise) / (1.0 if whole else own.expected_cohort)
+            return (contributions * release.clip_norm + noise) / (1.0 if whole else release.expected_cohort_size)
 
         return longest
 
@@ -227,11 +228,11 @@ class LocalRules:
 
     # Charges
 
-    def why_stop(self, state: RunState, server_round: int, cohort_size: int | None) -> str | None:
-        """Return that every budget is spent, if so."""
+    def stop_reason(self, state: RunState, server_round: int, cohort_size: int | None) -> str | None:
+        """Return that every budget is spent, or None."""
         return None if self.training.anyone_pays(state.charges) else "every client's budget is spent"
 
-    def numbers(self, state: RunState, now: Round | None) -> Mapping[str, float]:
+    def public_metrics(self, state: RunState, now: RoundRequest | None) -> Mapping[str, float]:
         """Return an upper bound of the largest cost of a client, quick to compute."""
         pure: dict[str, float] = {}
         if (evaluation := self.evaluation) is not None:
@@ -240,31 +241,32 @@ class LocalRules:
         return {"epsilon": self.books.worst(self.training.counts(state.charges), pure)}
 
     def ledgers(self, charges: Charges) -> dict[str, History]:
-        """Return what every client was charged for training."""
+        """Return the training charges of every client, by name."""
         return self.training.ledgers(charges)
 
     def evaluated(self, charges: Charges, name: str) -> History:
-        """Return what a client was charged for private evaluations."""
+        """Return a client's charges for private evaluations."""
         if self.evaluation is None:
             return History(relation=self.books.relation, counts={})
         return self.evaluation.ledger(charges, name)
 
-    def total(self, charges: Charges, name: str, ledger: History) -> Cost:
-        """Return the cost of some of a client's charges and of its private evaluations together."""
+    def total(self, charges: Charges, name: str, ledger: History) -> PrivacyCost:
+        """Return the joint cost of some of a client's charges and of its private evaluations."""
         return self.books.total(ledger, self.evaluated(charges, name))
 
 
 @lru_cache(maxsize=1024)
-def _pure(event: dp.DpEvent, relation: Relation) -> float:
-    # As a float the product may be below the sum by its last bits.
+def _pure(event: dp_events.DpEvent, relation: Relation) -> float:
+    # Rounded up: as a float the product with a count may be below the sum by its last bits.
     return accounting.epsilon(event, delta=0.0, relation=relation).epsilon * (1 + 2**-40)
 
 
 _LISTED = 100
 _ASSUMED = (
-    "a client clips and adds its noise itself, by its own budget; one that does not loses its own privacy, nobody else's, "
-    "and can't be distinguished from an honest one",
-    "data sizes, budgets, who is asked and who answers are public, and whether a client answers does not depend on its data",
+    "Every client clips and adds its noise itself, by its own budget. A client that does not loses its own privacy and nobody "
+    "else's. It can't be distinguished from an honest one.",
+    "Data sizes, budgets, cohorts and the names of replying clients are public. Whether a client replies does not depend on its "
+    "data.",
 )
 
 
@@ -281,20 +283,21 @@ def local_statement(
     incidents: tuple[str, ...] = (),
     adversaries: tuple[Adversary, ...] = (),
 ) -> PrivacyStatement:
-    """Return the statement of what the clients were charged: the worst client's epsilon, and the distribution over clients.
+    """Return the statement on the clients' charges: the worst client's epsilon, and the distribution over clients.
 
     Args:
-        rules: the method; before the first round it knows no clients.
-        state: of the run.
+        rules: the method's rules; before the first round they know no clients.
+        state: state of the run.
         run: facts of the run.
         noise: the method's numbers.
-        sampling: who was asked, in words.
+        sampling: description of the cohorts.
         paper: the paper's epsilon of the worst client.
-        message_std: the smallest std of the noise on a number in a client's message, over clients and rounds, with the client's
+        message_std: lowest std of the noise on a number in a client's message, over clients and rounds, with the client's
             public weight.
         assumptions: further assumptions of this method.
         incidents: further incidents.
-        adversaries: the adversaries, if they see different things; the statement's epsilon is the largest.
+        adversaries: the adversaries, if their views differ; the statement's epsilon is the largest. Empty: all see no more than
+            the messages.
     """
     books, charges, evaluations = rules.books, state.charges, rules.evaluation
     costs, num_rounds = _costs(rules, charges), charges.number(rules.training.name)
@@ -311,105 +314,111 @@ def local_statement(
         alone = {name: ledger.cost(0.0).epsilon for name, ledger in evaluations.ledgers(charges).items()}
         if worst is not None:
             multipliers = [terms.release.mechanism.noise_multiplier for terms in evaluations.terms.values()]
-            noise = {**noise, "least_evaluation_noise_multiplier": min(multipliers)}
+            noise = {**noise, "min_evaluation_noise_multiplier": min(multipliers)}
             events += [f"evaluation: {line}" for line in evaluations.ledger(charges, worst).lines()]
             parts = {"training": books.cost(rules.training.ledger(charges, worst)).epsilon, "evaluation": alone[worst]}
         if num_evaluations:
             paper = _of_training_alone(paper)
-            adversaries = tuple(replace(one, paper=_of_training_alone(one.paper)) for one in adversaries)
+            adversaries = tuple(
+                replace(adversary, paper_epsilon=_of_training_alone(adversary.paper_epsilon)) for adversary in adversaries
+            )
     if worst is not None and not adversaries:
         adversaries = _everyone(costs[worst], message_std)
     return PrivacyStatement(
         method=rules.about.title,
         unit=releases[0].unit if releases else "record",
         relation=books.relation,
-        adversary=releases[0].seen_by if releases and private else "nobody",
+        protected_against=releases[0].visible_to if releases and private else "nobody",
         delta=books.delta,
         epsilon=largest if private else math.inf,
         accountant=costs[worst].accountant if worst is not None and private else "none",
-        paper=paper,
-        num_rounds=num_rounds,
+        paper_epsilon=paper,
+        num_charged_rounds=num_rounds,
         noise=dict(noise),
         sampling=sampling,
         events=tuple(events),
         assumptions=(*_ASSUMED, *_delta_warning(books), *seeded(run), *assumptions),
         not_covered=not_covered(run, accounts=True, logs="logs on devices", evaluations=evaluated),
+        unlisted_incidents="" if evaluations is None else "missing or rejected replies to evaluations.",
         incidents=(*_incidents(state.releases.get(rules.training.name, 0), run), *incidents),
         adversaries=adversaries if private else (),
-        parts=parts if private else {},
+        epsilon_by_release=parts if private else {},
         clients=_client_costs({name: cost.epsilon for name, cost in costs.items()}, alone) if costs and private else None,
     )
 
 
-def _delta_warning(books: ClientBooks) -> tuple[str, ...]:
-    """Return a line if delta promises nothing: among a client's records, or where clients are the units among these."""
+def _delta_warning(books: ClientLedgers) -> tuple[str, ...]:
+    """Return a warning if delta promises nothing among a client's records, or among the clients if they are the units."""
     releases = [terms.release for terms in books.terms.values()]
     if not releases:
         return ()
     unit = releases[0].unit
-    return delta_warning(books.delta, len(releases) if unit == "client" else max(one.num_clients for one in releases), unit)
+    num_units = len(releases) if unit == "client" else max(release.num_units for release in releases)
+    return delta_warning(books.delta, num_units, unit)
 
 
-def counts_sampling(rules: LocalRules, charges: Charges) -> bool:
-    """Return whether a client's epsilon is the less because nobody else knows which of its records it draws."""
+def relies_on_secret_sampling(rules: LocalRules, charges: Charges) -> bool:
+    """Return whether a client's epsilon is lower only because nobody else knows which of its records it draws."""
     releases = {name: terms.release for name, terms in rules.books.terms.items()}
-    sampled = {name for name, one in releases.items() if one.unit == "record" and one.expected_cohort < one.num_clients}
-    return any(name in sampled and accounting.counts_sampling(cost) for name, cost in _costs(rules, charges).items())
+    sampled = {
+        name for name, drawn in releases.items() if drawn.unit == "record" and drawn.expected_cohort_size < drawn.num_units
+    }
+    return any(name in sampled and accounting.relies_on_secret_sampling(cost) for name, cost in _costs(rules, charges).items())
 
 
-def least_and_largest(books: ClientBooks, what: str, number: Callable[[Release], float]) -> dict[str, float]:
-    """Return the least and the largest noise multiplier of a client, and so of another number of its release."""
+def least_and_largest(books: ClientLedgers, what: str, number: Callable[[Release], float]) -> dict[str, float]:
+    """Return the minimum and maximum over clients of the noise multiplier, and of another number of the release."""
     releases = [terms.release for terms in books.terms.values()]
     numbers = {}
-    for word, pick in (("least", min), ("largest", max)) if releases else ():
+    for word, pick in (("min", min), ("max", max)) if releases else ():
         numbers[f"{word}_noise_multiplier"] = pick(release.mechanism.noise_multiplier for release in releases)
         numbers[f"{word}_{what}"] = pick(map(number, releases))
     return numbers
 
 
-def most_replies(books: ClientBooks) -> str:
-    """Return how many replies of a client its terms allow, in words."""
+def most_replies(books: ClientLedgers) -> str:
+    """Return the text of the maximum replies of a client by its terms."""
     replies = sorted({terms.num_replies for terms in books.terms.values()}) or [0]
-    return f"at most {replies[0]}{f' to {replies[-1]}' if len(replies) > 1 else ''} replies a client"
+    return f"at most {replies[0]}{f' to {replies[-1]}' if len(replies) > 1 else ''} replies per client"
 
 
-def _costs(rules: LocalRules, charges: Charges) -> dict[str, Cost]:
+def _costs(rules: LocalRules, charges: Charges) -> dict[str, PrivacyCost]:
     return {name: rules.total(charges, name, ledger) for name, ledger in rules.ledgers(charges).items()}
 
 
 def _of_training_alone(paper: PaperEpsilon | None) -> PaperEpsilon | None:
     if paper is None:
         return None
-    why = "it is that of training alone, and metrics of private evaluations were released as well"
+    why = "it covers training alone, and metrics of private evaluations were released as well"
     return replace(paper, valid=False, reason=f"{why}; {paper.reason}")
 
 
-def _everyone(cost: Cost, message_std: float) -> tuple[Adversary, ...]:
+def _everyone(cost: PrivacyCost, message_std: float) -> tuple[Adversary, ...]:
     """Return the three adversaries of a method in which every message is private: all see no more than the messages."""
     views = {
-        "the server": "every message of a client",
-        "participants": "models that are made of messages; their own messages tell them nothing of others'",
-        "outsiders": "models that are made of messages",
+        "the server": "every message; an eavesdropper sees the same",
+        "participants": "models made from messages; their own messages tell them nothing about others",
+        "outsiders": "models made from messages",
     }
-    return tuple(Adversary.of(name, cost, sees=sees, noise_std=message_std) for name, sees in views.items())
+    return tuple(Adversary.of(name, cost, view=sees, lowest_noise_std=message_std) for name, sees in views.items())
 
 
-def _client_costs(costs: dict[str, float], evaluation: dict[str, float]) -> ClientCosts:
-    return ClientCosts(
+def _client_costs(costs: dict[str, float], evaluation: dict[str, float]) -> ClientEpsilons:
+    return ClientEpsilons(
         count=len(costs),
         minimum=min(costs.values()),
         median=statistics.median(costs.values()),
         maximum=max(costs.values()),
         worst=max(costs, key=lambda name: costs[name]),
-        each=costs if len(costs) <= _LISTED else {},
-        evaluation=evaluation if len(costs) <= _LISTED else {},
+        by_client=costs if len(costs) <= _LISTED else {},
+        evaluation_by_client=evaluation if len(costs) <= _LISTED else {},
     )
 
 
 def _incidents(num_unasked: int, run: RunFacts) -> list[str]:
     lines = list(run.incidents)
     if run.missing.total:
-        lines.append(f"{run.missing.total} replies that were asked for did not count: {run.missing}; they are charged")
+        lines.append(f"{run.missing.total} requested replies did not count: {run.missing}; they are charged")
     if num_unasked:
-        lines.append(f"{num_unasked} times a client whose budget was spent was not asked")
+        lines.append(f"{num_unasked} times a client was skipped because its budget was spent")
     return lines

@@ -21,16 +21,16 @@ _LOG_SECONDS = 1.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rounds:
-    """The rounds of a run, and what is sent and evaluated in each.
+    """The rounds of a run, with the settings of each.
 
     Attributes:
-        num_rounds: how many at most.
-        timeout: of a round's exchange, in seconds.
-        train_config: sent to clients that train.
-        evaluate_config: sent to clients that evaluate.
-        evaluate_fn: evaluates the initial model, as round 0, and that of every round.
-        clients_evaluate: whether clients are asked to evaluate.
-        overridden: the strategy's methods that are a subclass's own: it may read replies twice, and gets them as a list.
+        num_rounds: maximum number of rounds.
+        timeout: time limit of a round's exchange, in seconds.
+        train_config: config record sent to clients that train.
+        evaluate_config: config record sent to clients that evaluate.
+        evaluate_fn: function that evaluates the initial model, as round 0, and that of every round.
+        clients_evaluate: whether clients evaluate.
+        overridden: methods that a subclass overrides; they may read replies twice, so they get a list.
     """
 
     num_rounds: int
@@ -44,14 +44,14 @@ class Rounds:
     def run(self, strategy: Strategy, session: Session, grid: Grid, initial_arrays: ArrayRecord) -> Result:
         """Run the rounds by a strategy's own methods, and return their metrics and the last model.
 
-        A run that goes on begins with what was left of its last round.
+        A resumed run starts with the evaluations that its last round lacks.
         """
-        found, due = session.writer.found, 0.0
-        session.writer.result = result = Result(arrays=initial_arrays) if found is None else found.result
-        if found is None:
+        checkpoint, due = session.writer.found, 0.0
+        session.writer.result = result = Result(arrays=initial_arrays) if checkpoint is None else checkpoint.result
+        if checkpoint is None:
             self._evaluate(0, result)
-        elif not found.is_over:
-            self._end_round(found.server_round, result, strategy, session, grid)
+        elif not checkpoint.round_complete:
+            self._end_round(checkpoint.server_round, result, strategy, session, grid)
         for server_round in range(session.next_round, self.num_rounds + 1):
             if time.monotonic() >= due or server_round == self.num_rounds:
                 log.info("[ROUND %s/%s]", server_round, self.num_rounds)
@@ -72,7 +72,7 @@ class Rounds:
             messages = strategy.configure_evaluate(server_round, result.arrays, self.evaluate_config, grid)
             metrics = strategy.aggregate_evaluate(server_round, self._replies("aggregate_evaluate", grid, messages))
             if metrics is not None:
-                log.info("round %s: clients: %s", server_round, dict(metrics))
+                log.info("Round %s: clients: %s", server_round, dict(metrics))
                 result.evaluate_metrics_clientapp[server_round] = metrics
         self._evaluate(server_round, result)
 
@@ -83,5 +83,5 @@ class Rounds:
     def _evaluate(self, server_round: int, result: Result) -> None:
         metrics = self.evaluate_fn(server_round, result.arrays) if self.evaluate_fn else None
         if metrics is not None:
-            log.info("round %s: evaluate_fn: %s", server_round, dict(metrics))
+            log.info("Round %s: evaluate_fn: %s", server_round, dict(metrics))
             result.evaluate_metrics_serverapp[server_round] = metrics

@@ -1,14 +1,14 @@
-"""What no statement covers, and what none may keep quiet about, in the same words for all methods."""
+"""Texts of the statements of all methods: what is not covered, and what makes a run not private."""
 
 from flower_dp.strategies.run_state import RunFacts
 
-OTHER_RUNS = "other runs on the same records: this statement is of one run, and the budgets of several runs add up"
+OTHER_RUNS = "Other runs on the same records. The guarantee's epsilon does not cover them; the costs of several runs add up."
 CHANGING_NAMES = (
-    "NAMES CHANGE: clients are named by the ids of their nodes, which change when a node starts anew: other runs count one "
-    "client as several, and what they cost it together is not known"
+    "NAMES CHANGE: clients are named by the ids of their nodes, and a node that restarts has a new id. Other runs count one "
+    "client as several, so the joint cost of the runs to that client is not known."
 )
 # Of methods whose clients keep an account.
-ACCOUNTS = "; a device that keeps a ledger file (docs/deployment.md) counts all of them, which this statement can't know"
+ACCOUNTS = " A device that keeps a ledger file counts all of them; this statement does not know that count."
 
 
 def not_covered(run: RunFacts, *, accounts: bool, logs: str, evaluations: str | None) -> tuple[str, ...]:
@@ -17,28 +17,30 @@ def not_covered(run: RunFacts, *, accounts: bool, logs: str, evaluations: str | 
     Args:
         run: facts of the run.
         accounts: whether clients keep accounts of their replies; the others clip whole updates.
-        logs: where logs could tell something of client data, in words.
-        evaluations: the private evaluations that are covered, in words; None without any planned.
+        logs: text that names the logs that could reveal client data.
+        evaluations: text that names the covered private evaluations; None without any planned.
     """
     lines = [
         OTHER_RUNS + (ACCOUNTS if accounts else ""),
-        f"everything else that is computed from client data: choice of settings, timing, {logs}",
+        f"Everything else computed from client data: the choice of settings, timing, {logs}.",
     ]
     if run.report_client_metrics:
-        lines.append("CLIENT METRICS: clients sent training metrics without noise")
+        lines.append("CLIENT METRICS: clients sent training metrics without noise.")
         if not accounts:
             lines.append(
-                "CLIENT METRICS: the norms of clients' updates before the clip are among them, and may tell how many took part"
+                "CLIENT METRICS: they include the norms of clients' updates before the clip, which may reveal how many took part."
             )
     if run.changing_names:
         lines.append(CHANGING_NAMES)
     if evaluations is not None:
-        lines.append(f"which metrics are evaluated, and their bounds, are taken as public: {evaluations} are covered")
-    if run.own_evaluation:
-        lines.append("CLIENT METRICS: the strategy's own configure_evaluate asks clients for metrics without noise")
+        lines.append(
+            f"The choice of the evaluated metrics and their bounds, which are assumed public: {evaluations} are covered."
+        )
+    if run.custom_evaluation:
+        lines.append("CLIENT METRICS: the strategy's own configure_evaluate requests metrics without noise.")
     return tuple(lines)
 
 
 def seeded(run: RunFacts) -> tuple[str, ...]:
-    """Return that noise is not secret, if so."""
-    return ("NOISE OR SAMPLING CAME FROM A FIXED SEED: for tests only",) if run.seeded_noise else ()
+    """Return a warning if the noise came from a fixed seed."""
+    return ("NOISE OR SAMPLING CAME FROM A FIXED SEED: for tests only.",) if run.seeded_noise else ()

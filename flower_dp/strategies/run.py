@@ -14,13 +14,13 @@ from flower_dp.privacy.charges import Charge, Charges
 from flower_dp.strategies import diagnostics
 from flower_dp.strategies.evaluation import Evaluation
 from flower_dp.strategies.population.client_manager import KnownClients
-from flower_dp.strategies.releases.left_out import RoundLeftOut
-from flower_dp.strategies.releases.release import Release, Round
-from flower_dp.strategies.releases.replies import Collected
-from flower_dp.strategies.rules import Learnt, Rules, evaluation_of
+from flower_dp.strategies.releases.left_out import RoundDiscarded
+from flower_dp.strategies.releases.release import Release, RoundRequest
+from flower_dp.strategies.releases.replies import CollectedReplies
+from flower_dp.strategies.rules import MethodRules, ModelUpdate, evaluation_of
 from flower_dp.strategies.run_state import RoundReport, RunState
 
-# What the state has again after rounds without a reply; what was charged, and noise that was drawn, stays.
+# Fields that return to their earlier value after rounds without a reply. Charges and drawn noise stay.
 _GOES_BACK = ("rounds", "model", "own", "optimizer")
 
 
@@ -35,19 +35,19 @@ def asked(
     known_clients: KnownClients,
     run: str,
     rng: Generator,
-) -> tuple[RunState, Charge, Round]:
-    """Return the state after a round was asked for, its charge, and what is asked. Nothing has happened yet.
+) -> tuple[RunState, Charge, RoundRequest]:
+    """Return the state after a round's request, the round's charge, and the request. It has no effects.
 
     Args:
-        release: what is asked.
-        state: after the cohort was drawn.
-        server_round: 1, 2, ...
-        size: of a client's update, or of its metrics.
-        model: that is sent.
-        cohort: whom is asked, by nodes.
-        known_clients: who is there.
+        release: the release that is requested.
+        state: the state after the cohort was drawn.
+        server_round: number of the round, from 1.
+        size: length of a client's update, or of its metrics.
+        model: the model that is sent.
+        cohort: the cohort, by node.
+        known_clients: the known clients.
         run: the run's id.
-        rng: fresh, for noise that is drawn ahead.
+        rng: new generator for noise that is drawn ahead.
 
     Raises:
         ValueError: if the method can't run with a model of this size.
@@ -57,11 +57,11 @@ def asked(
     charge = release.charge(state.charges, server_round, names)
     ask, begun, after = release.ask(state, size, names, rng)
     if state.model is not None and np.array_equal(state.model, model.vector):
-        model = replace(model, vector=state.model)  # one copy of what was released last
-    now = Round(
+        model = replace(model, vector=state.model)  # so that memory holds one copy of the previous model
+    now = RoundRequest(
         server_round=server_round,
         method=release.name,
-        ask=ask.in_run(run),
+        ask=ask.with_run_id(run),
         length=ask.row_length(size),
         model=model,
         asked=cohort,
@@ -73,22 +73,26 @@ def asked(
     return replace(state.with_release(release.name, after).charged_with(charge), num_known=num_known), charge, now
 
 
-def learnt(rules: Rules, state: RunState, now: Round, collected: Collected, rng: Generator) -> tuple[RunState, Learnt | None]:
-    """Return the state with what the method made of a round; None for a round that is left out, although it was charged."""
+def learnt(
+    rules: MethodRules, state: RunState, now: RoundRequest, collected: CollectedReplies, rng: Generator
+) -> tuple[RunState, ModelUpdate | None]:
+    """Return the state after a round, and the model update; None for a round that is left out, although it was charged."""
     try:
-        made = rules.learn(state, now, collected, rng)
-    except RoundLeftOut as why:
+        made = rules.next_model(state, now, collected, rng)
+    except RoundDiscarded as why:
         return state.happened(f"round {now.server_round} was left out: {why}"), None
-    collected.total = collected.total[:0].copy()  # nobody needs it any more
+    collected.total = collected.total[:0].copy()  # frees the sum, which is as large as the model
     after = replace(state, own=made.own, releases={**state.releases, **made.releases})
     for charge in made.charges:
         after = after.charged_with(charge)
     return after, made
 
 
-def reported(rules: Rules, release: Release, state: RunState, now: Round, collected: Collected, vector: np.ndarray) -> RunState:
-    """Return the state with a round's numbers and model."""
-    numbers = dict(rules.numbers(state, now))
+def reported(
+    rules: MethodRules, release: Release, state: RunState, now: RoundRequest, collected: CollectedReplies, vector: np.ndarray
+) -> RunState:
+    """Return the state with a round's report and model."""
+    numbers = dict(rules.public_metrics(state, now))
     report = RoundReport(
         server_round=now.server_round,
         cohort_size=now.cohort_size,
@@ -98,7 +102,7 @@ def reported(rules: Rules, release: Release, state: RunState, now: Round, collec
         bytes_per_client=_bytes_per_client(now, collected),
         seconds=time.monotonic() - now.started,
         epsilon=state.shown(numbers.pop("epsilon")),
-        secret_cohort=release.secret_cohort,
+        cohort_is_secret=release.cohort_is_secret,
         numbers=numbers,
     )
     return replace(
@@ -110,11 +114,11 @@ def reported(rules: Rules, release: Release, state: RunState, now: Round, collec
     )
 
 
-def _bytes_per_client(now: Round, collected: Collected) -> float:
-    """Return the mean of what the clients say that each would send alone, where epsilon rests on every single message.
+def _bytes_per_client(now: RoundRequest, collected: CollectedReplies) -> float:
+    """Return the mean bytes that one client reports to send alone, if epsilon rests on every single message.
 
-    Else the bytes of a dense update: what is really sent may depend on data that a noised sum hides, or tell the size of a secret
-    cohort.
+    Otherwise return the bytes of a dense update: the real number may depend on data that a noised sum hides, or reveal the size
+    of a secret cohort.
     """
     ask = now.ask
     lossy = ask.placement == "distributed" and (ask.keep_ratio < 1 or ask.quantization_levels)
@@ -128,36 +132,36 @@ def _bytes_per_client(now: Round, collected: Collected) -> float:
 
 
 def evaluated(
-    rules: Rules, evaluation: Evaluation, state: RunState, now: Round, collected: Collected, rng: Generator
-) -> tuple[RunState, dict[str, float] | RoundLeftOut]:
+    rules: MethodRules, evaluation: Evaluation, state: RunState, now: RoundRequest, collected: CollectedReplies, rng: Generator
+) -> tuple[RunState, dict[str, float] | RoundDiscarded]:
     """Return the state after a private evaluation, and value and standard error of every metric, or why nothing was released."""
-    server_round, secret = now.server_round, evaluation.secret_cohort
+    server_round, secret = now.server_round, evaluation.cohort_is_secret
     in_vain = 0 if collected.clients or secret else now.cohort_size
-    found: dict[str, float] | RoundLeftOut
+    result: dict[str, float] | RoundDiscarded
     try:
-        found = noised = evaluation.result(state, now, collected, rng)
+        result = noised = evaluation.result(state, now, collected, rng)
         state = replace(state, evaluations={**state.evaluations, server_round: noised})
-    except RoundLeftOut as why:
-        found = why
+    except RoundDiscarded as why:
+        result = why
         state = state.happened(f"the evaluation of round {server_round} was charged, and released nothing: {why}")
-        # Whether a client has answered would tell who is in the cohort: where that is a secret, the noised number decides.
+        # If the cohort is secret, the noised count decides: whether any client replied would reveal who is in the cohort.
         in_vain = why.in_vain if secret else in_vain
     if in_vain:
         state = replace(state, unanswered_evaluations=(*state.unanswered_evaluations, in_vain))
     elif now.cohort_size or secret:
         state = replace(state, unanswered_evaluations=())
-    if ended := diagnostics.why_no_evaluation(state, rules.about.num_clients):
+    if ended := diagnostics.evaluation_stop_reason(state, rules.about.num_clients):
         ended += ", as far as their noised results tell" if secret else ""
         state = state.happened(ended)
-    return state, found
+    return state, result
 
 
-def resumed(rules: Rules, state: RunState, beyond: Iterable[tuple[str, int]]) -> RunState:
-    """Return a state with what was charged after it: it stays charged, is told, and is not released a second time.
+def resumed(rules: MethodRules, state: RunState, beyond: Iterable[tuple[str, int]]) -> RunState:
+    """Return a state with its later charges: they stay charged, become incidents, and are not released a second time.
 
     Args:
-        rules: the method.
-        state: an earlier one.
+        rules: the method's rules.
+        state: an earlier state.
         beyond: release and round of every later charge of the run.
     """
     charged, rounds = dict(state.charged), {release.name: list[int]() for release in rules.releases}
@@ -174,44 +178,48 @@ def resumed(rules: Rules, state: RunState, beyond: Iterable[tuple[str, int]]) ->
 
 
 def gone_back(state: RunState, to: RunState, *, evaluates: bool) -> RunState:
-    """Return a state that goes on from an earlier one: what was charged since stays charged, and its noise is in no model.
+    """Return the state that continues from an earlier one. Later charges stay charged; their noise is in no model.
 
     Args:
-        state: the last one.
-        to: the earlier one.
-        evaluates: whether private evaluations go on; those that have ended stay so, as the statement says.
+        state: the current state.
+        to: the earlier state.
+        evaluates: whether private evaluations continue; evaluations that have ended stay ended, as the statement says.
     """
     names = (*_GOES_BACK, *["unanswered_evaluations"] * evaluates)
     releases = dict(to.releases)
-    for name, noise in state.secret.items():  # what was drawn is never drawn again
+    for name, noise in state.secret.items():  # noise that was drawn must not be drawn a second time
         releases[name] = replace(releases.get(name, state.releases[name]), noise=noise)
     return replace(state, releases=releases, **{name: getattr(to, name) for name in names})
 
 
-def check_goes_on(rules: Rules, charges: Charges) -> None:
-    """Refuse to go on with what another strategy was charged for: with other noise, for example, it would get another cost.
+def check_goes_on(rules: MethodRules, charges: Charges) -> None:
+    """Refuse to resume charges of another strategy: with other noise, for example, they would get another cost.
 
     Raises:
         ValueError: naming the release.
     """
     for release in rules.releases:
-        last, kind = charges.last.get(("", release.name)), release.charge(Charges(), 1, ()).kind
-        if last is not None and last.kind != kind:
-            raise ValueError(f"state: what was charged for {release.name} is {last.kind}, and this strategy releases {kind}")
+        last, fingerprint = charges.last.get(("", release.name)), release.charge(Charges(), 1, ()).fingerprint
+        if last is not None and last.fingerprint != fingerprint:
+            raise ValueError(
+                f"state: the charges of {release.name} are for {last.fingerprint}, and this strategy releases {fingerprint}"
+            )
     training = rules.releases[0].name
     known = {release.name for release in rules.releases} | {wire.EVALUATION}
     if (other := sorted(set(charges.numbers()) - known)) and not charges.number(training):
-        raise ValueError(f"state: {other[0]} was charged, and this strategy releases {training}: it would count as nothing here")
+        raise ValueError(
+            f"state: {other[0]} was charged, and this strategy releases {training}: its charges would not count here"
+        )
     if charges.number(wire.EVALUATION) and evaluation_of(rules) is None:
-        raise ValueError("state: private evaluations were charged, and this strategy has none; give the same evaluation=...")
+        raise ValueError("state: private evaluations were charged, and this strategy has none; pass the same evaluation=...")
 
 
 def _ranges(numbers: Sequence[int]) -> list[tuple[int, int]]:
     """Return the first and the last number of every range without a gap."""
-    found: list[tuple[int, int]] = []
+    ranges: list[tuple[int, int]] = []
     for number in numbers:
-        if found and number == found[-1][1] + 1:
-            found[-1] = (found[-1][0], number)
+        if ranges and number == ranges[-1][1] + 1:
+            ranges[-1] = (ranges[-1][0], number)
         else:
-            found.append((number, number))
-    return found
+            ranges.append((number, number))
+    return ranges

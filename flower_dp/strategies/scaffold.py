@@ -7,8 +7,8 @@ from flower_dp.core.sampling import Sampler
 from flower_dp.privacy.dp_fedpaq import FedPAQSteps
 from flower_dp.strategies.control import ControlVariate
 from flower_dp.strategies.dp_fedpaq import DPFedPAQRules
-from flower_dp.strategies.releases.books import PerClient, Population
-from flower_dp.strategies.rules import Options
+from flower_dp.strategies.releases.client_ledgers import PerClient, Population
+from flower_dp.strategies.rules import StrategyOptions
 from flower_dp.strategies.strategy import DPStrategy
 
 
@@ -17,27 +17,28 @@ class Scaffold(DPStrategy):
 
     Local steps go along g + c - c_i: c_i is the client's own estimate of its mean gradient, c the mean of all clients'. If
     clients have different data, plain local steps drift to each client's own optimum; corrected steps do not. The rest is
-    `DPFedPAQ`: E steps a round on b records each without replacement, clipping record by record, noise by each client's own
-    budget, messages that are private one by one. The server sends c with the model; clients send only the update.
+    `DPFedPAQ`: E steps a round on b records each without replacement, clipping record by record, and local DP: noise by each
+    client's own budget. The server sends c with the model; clients send only the update.
 
-    The guarantee is exactly that of DP-FedPAQ: c and c_i are computed from messages that were private when they were sent, so
-    they cost nothing, and every reply is charged once. `epsilon=math.inf` with a clip norm that no gradient reaches is SCAFFOLD
+    The guarantee is exactly that of DP-FedPAQ. c and c_i are computed from messages that were private when they were sent, so
+    they cost nothing. Every reply is charged once. `epsilon=math.inf` with a clip norm that no gradient reaches is SCAFFOLD
     without privacy.
 
     Args:
-        steps: as for `DPFedPAQ`, and all others.
-        sampling: who takes part in a round.
+        steps: parameters of the local steps, as for `DPFedPAQ`.
+        sampling: sampler of a round's cohort.
         num_clients: number of clients.
-        num_records: public data sizes.
-        epsilon: budget of each client; math.inf: no noise, not private.
-        delta: of every budget.
-        quantization_levels: more than sqrt(d), or None: with fewer the errors of control variates grow from round to round.
-        calibration: as for `DPFedPAQ`.
-        num_replies: the most replies of a client.
-        options: those of every strategy: see `Options`.
+        num_records: public data sizes, in records.
+        epsilon: epsilon budget of each client; math.inf: no noise, not private.
+        delta: delta of every budget.
+        quantization_levels: levels above 0 of a message, more than sqrt(d); None: float32. With fewer levels the errors of
+            control variates grow from round to round.
+        calibration: `exact` or `paper`, as for `DPFedPAQ`.
+        num_replies: maximum replies of a client.
+        options: options of every strategy: see `StrategyOptions`.
 
     Raises:
-        ValueError: for a value that makes no sense, naming field and value.
+        ValueError: if a value is invalid; the message names field and value.
 
     Example:
         >>> import math
@@ -67,7 +68,7 @@ class Scaffold(DPStrategy):
         quantization_levels: int | None = None,
         calibration: str = "exact",
         num_replies: int | Sequence[int] | Mapping[str, int] | None = None,
-        **options: Unpack[Options],
+        **options: Unpack[StrategyOptions],
     ) -> None:
         population = Population(num_clients=num_clients, num_records=num_records, num_replies=num_replies, epsilon=epsilon)
         rules = DPFedPAQRules(

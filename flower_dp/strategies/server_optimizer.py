@@ -1,4 +1,4 @@
-"""A server optimiser: any Flower strategy that moves the global model by the noised mean, which costs no epsilon."""
+"""The server optimizer: any Flower strategy that moves the global model by the noised mean, which costs no epsilon."""
 
 import copy
 import logging
@@ -15,26 +15,26 @@ from flwr.serverapp.strategy import Strategy
 
 from flower_dp.core import checks
 from flower_dp.core.vectors import Layout
-from flower_dp.strategies.releases.left_out import RoundLeftOut
+from flower_dp.strategies.releases.left_out import RoundDiscarded
 
 log = logging.getLogger("flwr")
 
 _NOT_KEPT = object()
 _RECORD = "ArrayRecord"
 _PLAIN_RECORDS = ("arrays", "config")
-# A grid with one node, to which nothing is ever sent.
+# A grid with one node, to which nothing is ever sent: strategies ask a grid for its nodes.
 _ONE_NODE: Any = SimpleNamespace(get_node_ids=lambda: [1])
 
 
 class ServerOptimizer:
-    """Runs a strategy's own `configure_train` and `aggregate_train` with one reply: the next model as the method makes it.
+    """A Flower strategy whose `configure_train` and `aggregate_train` get one reply: the next model by the method.
 
     With `FedAdam`, `FedYogi` or `FedAdagrad` the difference between the global model and that reply is the pseudo-gradient; with
-    `FedAvgM` it gets momentum. All inputs are already private, so the ledger does not change. A strategy that tells clients
-    something, such as `FedProx`, is refused when a run starts: nothing of it would reach them.
+    `FedAvgM` it gets momentum. All inputs are already private, so the ledger does not change. A strategy that sends clients
+    anything else, such as `FedProx`, is refused when a run starts: nothing of it would reach them.
 
     Args:
-        strategy: for example `flwr.serverapp.strategy.FedAdam(eta=0.01)`; it is copied, and every run starts with a fresh copy.
+        strategy: a Flower strategy such as `flwr.serverapp.strategy.FedAdam(eta=0.01)`; every run starts with a new copy of it.
 
     Raises:
         ValueError: if `strategy` is not a Flower strategy with these two methods.
@@ -57,7 +57,7 @@ class ServerOptimizer:
         if not isinstance(strategy, Strategy):
             raise checks.bad("server_optimizer", strategy, "a Flower strategy such as flwr.serverapp.strategy.FedAdam")
         self._fresh: Any = copy.deepcopy(strategy)
-        # One pseudo-client represents all clients.
+        # One pseudo-client represents all clients, so the strategy must not wait for more.
         for name, value in {"fraction_train": 1.0, "min_train_nodes": 1, "min_available_nodes": 1}.items():
             if hasattr(self._fresh, name):
                 setattr(self._fresh, name, value)
@@ -70,7 +70,7 @@ class ServerOptimizer:
 
     @property
     def state(self) -> dict[str, Any]:
-        """What the strategy keeps from round to round: its attributes that are numbers, arrays, or lists or tables of arrays."""
+        """The strategy's state between rounds: its attributes that are numbers, texts, arrays, or lists or dicts of arrays."""
         kept = {name: _kept(value) for name, value in vars(self._strategy).items()}
         return {name: value for name, value in kept.items() if value is not _NOT_KEPT}
 
@@ -82,31 +82,31 @@ class ServerOptimizer:
             setattr(self._strategy, name, _array_record(value[_RECORD]) if is_record else copy.deepcopy(value))
 
     def check(self, layout: Layout, model: np.ndarray) -> None:
-        """Try one step with a copy, before any client is asked.
+        """Try one step with a copy, before any request.
 
         Args:
-            layout: of the vectors.
+            layout: layout of the vectors.
             model: the initial global model [d].
 
         Raises:
-            ValueError: if the strategy fails, as those that need the clients' losses do, or tells clients something: only its
-                `aggregate_train` has a part in the run.
+            ValueError: if the strategy fails, as those that need the clients' losses do, or sends clients anything besides the
+                model: only its `aggregate_train` has a part in the run.
         """
         copied = ServerOptimizer(self._fresh)
         try:
-            told = copied._told(copied._asked(1, layout, model))
+            sent = copied._told(copied._asked(1, layout, model))
         except Exception as error:
             raise self._unfit("configure_train", error) from error
-        if told:
+        if sent:
             raise checks.BadValue(
                 "server_optimizer",
-                f"server_optimizer={self.name}: tells clients {', '.join(map(repr, told))} in its messages, which never reach "
-                "them: use a strategy that only aggregates, such as FedAdam, and give clients their settings by train_config "
-                "(in the place of FedProx: ProximalTerm in the recipe of training)",
+                f"server_optimizer={self.name}: tells clients {', '.join(map(repr, sent))} in its messages, which never reach "
+                "them; use a strategy that only aggregates, such as FedAdam, and pass clients' settings in train_config "
+                "(in place of FedProx: ProximalTerm in the recipe of training)",
             )
         try:
             copied.step(1, layout, model, model)
-        except RoundLeftOut:  # without an update some have no direction
+        except RoundDiscarded:  # some strategies have no direction without an update
             pass
         except Exception as error:
             raise self._unfit("aggregate_train", error) from error
@@ -114,7 +114,7 @@ class ServerOptimizer:
     def _unfit(self, method: str, error: Exception) -> ValueError:
         return ValueError(
             f"server_optimizer={self.name}: its {method} fails for one reply without a loss ({type(error).__name__}: "
-            f"{checks.one_line(str(error), most=200)}): use a strategy that needs the model of a reply alone, such as FedAdam"
+            f"{checks.one_line(str(error), most=200)}); use a strategy that needs only the model of a reply, such as FedAdam"
         )
 
     def _asked(self, server_round: int, layout: Layout, before: np.ndarray) -> Message:
@@ -125,7 +125,7 @@ class ServerOptimizer:
         return message
 
     def _told(self, message: Message) -> list[str]:
-        """Return what a message tells clients besides the model and the round."""
+        """Return the names of records and keys that a message sends clients besides the model and the round."""
         config, arrays = (getattr(self._strategy, f"{kind}record_key", kind) for kind in ("config", "array"))
         records = [name for name in message.content if name not in (config, arrays, *_PLAIN_RECORDS)]
         keys = [name for record in message.content.config_records.values() for name in record if name != "server-round"]
@@ -135,13 +135,13 @@ class ServerOptimizer:
         """Return the next global model [d].
 
         Args:
-            server_round: 1, 2, ...
-            layout: of the vectors.
+            server_round: number of the round, from 1.
+            layout: layout of the vectors.
             before: the global model [d].
             after: the next model by the method [d], already private.
 
         Raises:
-            RoundLeftOut: if the strategy gives no model, or one that is not finite.
+            RoundDiscarded: if the strategy gives no model, or one that is not finite.
         """
         strategy, message = self._strategy, self._asked(server_round, layout, before)
         content: dict[str, Any] = {
@@ -151,16 +151,16 @@ class ServerOptimizer:
         with _quiet():
             arrays, _ = strategy.aggregate_train(server_round, [Message(RecordDict(content), reply_to=message)])
         if arrays is None:
-            raise RoundLeftOut(f"the server optimiser {self.name} gave no model")
+            raise RoundDiscarded(f"the server optimizer {self.name} gave no model")
         vector: np.ndarray = layout.flatten({name: array.numpy() for name, array in arrays.items()})
         if not np.isfinite(vector).all():
-            raise RoundLeftOut(f"the server optimiser {self.name} gave a model with NaN or infinite entries")
+            raise RoundDiscarded(f"the server optimizer {self.name} gave a model with NaN or infinite entries")
         return vector
 
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Leave out what Flower's strategies log of a round, such as "Sampled 1 nodes": the node is the pseudo-client."""
+    """Drop the round's log lines of Flower's strategies, such as "Sampled 1 nodes": the node is the pseudo-client."""
     folder = str(Path(flowers.__file__).parent)
 
     def is_news(record: logging.LogRecord) -> bool:
@@ -182,7 +182,7 @@ def _array_record(arrays: Mapping[str, np.ndarray]) -> ArrayRecord:
 
 
 def _kept(value: Any) -> Any:
-    """Return an attribute as it is stored, or `_NOT_KEPT` for one that is no state, such as a function."""
+    """Return an attribute in its stored form, or `_NOT_KEPT` for one that is not state, such as a function."""
     if isinstance(value, ArrayRecord):
         return {_RECORD: {name: array.numpy() for name, array in value.items()}}
     if isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""One run of a method: the one thing that changes. Steps are functions (`run`); here are their effects, in one order."""
+"""One run of a method, the only object that changes. Steps are functions (`run`); a session makes their effects, in order."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from flower_dp.privacy.private_file import LedgerError
 from flower_dp.strategies import diagnostics, run
 from flower_dp.strategies.checkpoint import Checkpoint
 from flower_dp.strategies.evaluation import Evaluation
-from flower_dp.strategies.exchange import Asked, Exchange, Letter
+from flower_dp.strategies.exchange import Exchange, Letter, PendingRound
 from flower_dp.strategies.exchange.stream import Replies
 from flower_dp.strategies.journal import Journal
 from flower_dp.strategies.log import ChargeLog, MemoryLog, StoreLog
 from flower_dp.strategies.population.client_manager import ClientManager, KnownClients
-from flower_dp.strategies.population.fit import first_query
-from flower_dp.strategies.releases.left_out import RoundLeftOut
-from flower_dp.strategies.releases.own_replies import OwnReplies
-from flower_dp.strategies.releases.release import Release, Round
-from flower_dp.strategies.releases.replies import Collected
-from flower_dp.strategies.rules import Rules, evaluation_of
+from flower_dp.strategies.population.eligibility import query_clients
+from flower_dp.strategies.releases.left_out import RoundDiscarded
+from flower_dp.strategies.releases.local_releases import LocalReleases
+from flower_dp.strategies.releases.release import Release, RoundRequest
+from flower_dp.strategies.releases.replies import CollectedReplies
+from flower_dp.strategies.rules import MethodRules, evaluation_of
 from flower_dp.strategies.run_state import RunState
 from flower_dp.strategies.server_optimizer import ServerOptimizer
 from flower_dp.strategies.writer import Writer
@@ -38,39 +38,39 @@ log = logging.getLogger("flwr")
 
 _SEEDED = "replies with noise from a fixed seed were refused: for the clients that sent them nothing is stated against the server"
 
-# One device may say so falsely: it is told, and ends no run.
+# A single device may lie: its report becomes an incident and ends no run.
 _OLDER = (
-    "a device says that it was asked again for a reply that it had counted: the server's ledger is an older copy, and more was "
-    "released than is stated here, or a message came twice"
+    "A device reports a second request for a reply that it had already counted. Either a message arrived twice, or the server's "
+    "ledger is an older copy; then more was released than this statement covers."
 )
 
 
 class Session:
-    """One run at a time: its state, its log, and what was asked and not answered yet.
+    """The current run: its state, its log of charges, and requests that still wait for replies.
 
-    The effects of a round come in one order: its charge is in the log, the secret state of its noise is on the disk, its messages
-    leave; then its result is released, and a snapshot is taken. So a crash overstates the cost, and nothing is drawn or released
+    The effects of a round have one order: its charge is in the log, the secret state of its noise is on the disk, its messages
+    leave. Then its result is released, and a snapshot is taken. So a crash overstates the cost, and nothing is drawn or released
     twice.
 
     Attributes:
-        rules: the method, of this run's clients and rounds as far as they are known.
-        asked: by the name of a release: what was asked, until the replies are added up. It belongs to this process alone.
-        log: the charges, where a crash does not reach them.
-        writer: of checkpoints, from which the run can go on.
-        journal: of the run that `start` runs now; None outside of it.
-        finished: how often each release was charged in what has its statement already.
+        rules: the method's rules, for the clients and rounds of this run as far as they are known.
+        pending: open rounds by release name, until their replies are added up. They belong to this process alone.
+        log: log of the run's charges, on a ledger or in the memory of this process.
+        writer: writer of the checkpoints from which the run can resume.
+        journal: journal of the run inside `start`; None outside of it.
+        finished: number of charges of each release that have their statement already.
 
     Args:
-        rules: the method.
-        exchange: how rows get to the server as one sum.
-        optimizer: moves the model by what was released; None: the method itself does.
-        noise_seed: for tests only: fixed noise and sampling.
-        ledger: of the runs that add up with this one; None for the run's own beside its checkpoints, if there are any.
+        rules: the method's rules.
+        exchange: the way of the rows to the server, as one sum.
+        optimizer: server optimizer that moves the model by what was released; None: the method itself does.
+        noise_seed: seed of fixed noise and sampling, for tests only.
+        ledger: path of the ledger that this run shares with others. None: the run's own beside its checkpoints, if it has any.
     """
 
     def __init__(
         self,
-        rules: Rules,
+        rules: MethodRules,
         exchange: Exchange,
         *,
         optimizer: ServerOptimizer | None = None,
@@ -84,52 +84,52 @@ class Session:
         self._manager: ClientManager | None = None
         self._own = RunState()
         self._initial = replace(self._own, optimizer=None if optimizer is None else optimizer.state)
-        self.asked: dict[str, Asked] = {}
+        self.pending: dict[str, PendingRound] = {}
         self.log: ChargeLog = MemoryLog(private=not self.seeded_noise)
         self.writer = Writer()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return all but what was asked: a round is charged once, and of several copies only the original releases it."""
-        return {**vars(self), "asked": {}}
+        """Return all but the open rounds: a round is charged once, so of several copies only the original may release it."""
+        return {**vars(self), "pending": {}}
 
-    # Of one run to the next
+    # From one run to the next
 
     def begin(self) -> None:
-        """Begin a new run, with charges of its own; those of the last one stay in the joint epsilon."""
-        self.asked, self.finished, self._manager = {}, {}, None
+        """Start a new run with its own charges; those of the previous run stay in the joint epsilon."""
+        self.pending, self.finished, self._manager = {}, {}, None
         self._set(self._initial, self._rules)
         self.forget_charges()
 
     def forget_charges(self) -> None:
-        """Let a new run have charges of its own; those of the last one stay in the joint epsilon."""
+        """Give a new run its own charges; those of the previous run stay in the joint epsilon."""
         if isinstance(self.log, StoreLog | MemoryLog):
             self.log.close()
             before = self.log if isinstance(self.log, MemoryLog) else self.log.memory
             self.log = MemoryLog(private=not self.seeded_noise, before=before)
 
     def open_ledger(self) -> None:
-        """Open the ledger of the run, once: that of several runs, or else that beside its checkpoints."""
+        """Open the run's ledger, once: the shared one, or else the one beside its checkpoints."""
         if isinstance(self.log, StoreLog) or (path := self.ledger or self.writer.ledger()) is None:
             return
         if charged := self.log.charges.numbers():
-            told = ", ".join(f"{number} x {name}" for name, number in charged.items())
+            counts = ", ".join(f"{number} x {name}" for name, number in charged.items())
             raise LedgerError(
-                f"ledger {path}: this run was charged {told} elsewhere, and the ledger would lack it; begin() begins a new run"
+                f"ledger {path}: this run was charged {counts} elsewhere, and the ledger would lack it; begin() starts a new run"
             )
-        found, about = self.writer.found, self.rules.about
+        checkpoint, about = self.writer.found, self.rules.about
         self.log = StoreLog(
             path,
             method=about.title,
             delta=about.delta,
             private=not self.seeded_noise,
-            run=found.run if found else "",
+            run=checkpoint.run if checkpoint else "",
             memory=self.log if self.ledger is None and isinstance(self.log, MemoryLog) else None,
         )
         self.writer.run = self.log.run
 
     @property
     def knows_clients(self) -> bool:
-        """Whether nodes have been asked for their clients."""
+        """Whether the nodes have been queried for their clients."""
         return self._manager is not None
 
     def known_clients(self, grid: Grid, **limits: Any) -> KnownClients:
@@ -137,44 +137,44 @@ class Session:
 
         Args:
             grid: the nodes.
-            limits: of the first query, see `first_query`.
+            limits: limits of the first query: see `query_clients`.
         """
         if self._manager is not None:
             return self._manager.known_clients(grid)
         self.open_ledger()
-        self._manager, known = first_query(grid, self.rules, on_shared_ledger=self.ledger is not None, **limits)
-        self.open(known.names)
-        for release in self.rules.releases:  # refuses clients whom a release can't draw from, before anybody is charged
+        self._manager, known = query_clients(grid, self.rules, on_shared_ledger=self.ledger is not None, **limits)
+        self.register_clients(known.names)
+        for release in self.rules.releases:  # refuses clients whom a release can't draw from, before any charge
             _, state = release.cohort(self.current, known.names, self.generator("check", release.name))
-            if release.name not in self._own.releases:  # a run that is killed in its first round goes on from there
+            if release.name not in self._own.releases:  # a run that is killed in its first round resumes from this state
                 self._own = self._own.with_release(release.name, state)
         return known
 
-    def open(self, names: tuple[str, ...] | None = None, num_rounds: int | None = None) -> None:
-        """Take the clients of the run, and how many rounds it has; what is None stays as it is.
+    def register_clients(self, names: tuple[str, ...] | None = None, num_rounds: int | None = None) -> None:
+        """Set the clients of the run and its number of rounds; None leaves either unchanged.
 
         Raises:
-            ValueError: if the method can't be run by them, or for so long.
+            ValueError: if these clients can't run the method, or not for so many rounds.
         """
         planned = self._own.planned_rounds if num_rounds is None else num_rounds
-        self.rules = self.rules.opened(self._own.names if names is None else names, planned)
-        # Of methods that have terms for the clients of their start.
-        known = tuple(self.training.terms) if isinstance(self.training, OwnReplies) else ()
+        self.rules = self.rules.with_clients(self._own.names if names is None else names, planned)
+        # Only methods with terms for each client keep the names: their clients are fixed at the start.
+        known = tuple(self.training.terms) if isinstance(self.training, LocalReleases) else ()
         self._own = replace(self._own, names=known, planned_rounds=planned)
 
     @property
     def _run(self) -> str:
-        """The id of the run, also of one that began elsewhere."""
+        """The id of the run, also if the run began in another process."""
         return self._own.run or self.log.run
 
     @property
     def current(self) -> RunState:
-        """The state with the charges of the log, as steps take it."""
+        """The state with the charges of the log, as the steps need it."""
         return replace(self._own, charges=self.log.charges)
 
     @property
     def state(self) -> RunState:
-        """All that this run needs to go on, as one value. Setting an earlier one continues from there.
+        """The state from which this run resumes, as one value. Assign an earlier state to continue from it.
 
         Raises:
             RuntimeError: if a round is open: another state would lack its charge.
@@ -186,54 +186,55 @@ class Session:
 
     @state.setter
     def state(self, state: RunState) -> None:
-        for name, asked in self.asked.items():
+        for name, asked in self.pending.items():
             raise RuntimeError(
                 f"state: round {asked.now.server_round} of {name} is open, and another state would lack its charge: finish the "
-                "round with its replies, or with none, before you set a state; begin() begins a new run"
+                "round with its replies, or with none, before you set a state; begin() starts a new run"
             )
         same = (state.names, state.planned_rounds) == (self._own.names, self._own.planned_rounds)
-        rules = self.rules if same else self._rules.opened(state.names, state.planned_rounds)
+        rules = self.rules if same else self._rules.with_clients(state.names, state.planned_rounds)
         run.check_goes_on(rules, state.charges)
-        goes_on = bool(self.log.charges.last)
+        is_charged = bool(self.log.charges.last)
         self.log.check_state(state.charged, state.charges)
-        if goes_on and state.run not in ("", self._run):
+        if is_charged and state.run not in ("", self._run):
             raise LedgerError(
-                "state: it is of another run, which was charged as often as this one: the statement would be of one of them; "
-                "begin() begins a new run"
+                "state: another run made it, which was charged as often as this one: the statement would cover only one of "
+                "them; begin() starts a new run"
             )
         self._set(state, rules)
         if not any(state.charged.values()) and isinstance(self.log, MemoryLog):  # a new run
             self.forget_charges()
             self.finished = {}
 
-    def _set(self, state: RunState, rules: Rules) -> None:
+    def _set(self, state: RunState, rules: MethodRules) -> None:
         self.rules, self._own = rules, replace(state, charges=Charges())
         if self._optimizer is not None and state.optimizer is not None:
             self._optimizer.state = state.optimizer
 
-    def go_on(self, found: Checkpoint) -> None:
-        """Go on from a checkpoint. What was charged after it stays charged, and is not released a second time.
+    def resume(self, checkpoint: Checkpoint) -> None:
+        """Resume from a checkpoint. Later charges stay charged, and their rounds are not released a second time.
 
         Raises:
             ValueError: if the run had other releases: its charges would get another cost.
         """
         self.open_ledger()
-        rules = self._rules.opened(found.state.names, found.state.planned_rounds)
+        rules = self._rules.with_clients(checkpoint.state.names, checkpoint.state.planned_rounds)
         run.check_goes_on(rules, self.log.charges)
-        state = run.resumed(rules, found.state, self.log.beyond(found.state.charged))
+        # `beyond` counts from what the state has: a charge that the state counts is not added again, so resuming is idempotent.
+        state = run.resumed(rules, checkpoint.state, self.log.beyond(checkpoint.state.charged))
         self.log.check_state(state.charged, self.log.charges)
         self._set(state, rules)
         self.writer.went_on_with(self.state)
         if self.journal is not None:
-            self.journal.go_on(found)
+            self.journal.resume(checkpoint)
 
     @property
     def record(self) -> RunState:
-        """The state without charges and the state of the optimiser: reports, incidents, results."""
+        """The state without charges and without the optimizer's: reports, incidents, results."""
         return self._own
 
-    def note(self, **changes: Any) -> None:
-        """Change fields of the state."""
+    def update_state(self, **changes: Any) -> None:
+        """Replace fields of the state."""
         self._own = replace(self._own, **changes)
 
     @property
@@ -247,9 +248,9 @@ class Session:
         return evaluation_of(self.rules)
 
     @property
-    def secret_cohort(self) -> bool:
-        """Whether an epsilon holds only if nobody knows how many clients train, or evaluate, in a round."""
-        return any(release.secret_cohort for release in self.rules.releases)
+    def cohort_is_secret(self) -> bool:
+        """Whether an epsilon holds only if nobody knows who trains, or evaluates, in a round."""
+        return any(release.cohort_is_secret for release in self.rules.releases)
 
     @property
     def seeded_noise(self) -> bool:
@@ -258,20 +259,20 @@ class Session:
 
     @property
     def epsilon(self) -> float:
-        """An upper bound of the cost of all that was charged so far, quick to compute."""
+        """An upper bound of the cost of all charges so far, quick to compute."""
         private = not (self.seeded_noise or self._own.not_private)
-        return self.rules.numbers(self.current, None)["epsilon"] if private else np.inf
+        return self.rules.public_metrics(self.current, None)["epsilon"] if private else np.inf
 
     def generator(self, *purpose: object) -> Generator:
-        """Return a fresh generator for one draw of noise or of a cohort; no copy of the strategy can repeat it."""
+        """Return a new generator for one draw of noise or of a cohort; no copy of the strategy can repeat its draw."""
         return noise_generator(self.noise_seed, "server", *purpose)
 
     # A round of a release
 
-    def drawn(
+    def draw_cohort(
         self, release: Release, known_clients: KnownClients, *purpose: object
     ) -> tuple[RunState, dict[int, tuple[str, ...]]]:
-        """Draw the cohort of the next round of a release; return the state after that, for `ask`, and the cohort by nodes."""
+        """Draw the cohort of a release's next round; return the next state, for `ask`, and the cohort by node."""
         chosen, after = release.cohort(self.current, known_clients.names, self.generator(*purpose))
         return self.current.with_release(release.name, after), known_clients.by_node(chosen)
 
@@ -289,31 +290,31 @@ class Session:
         grid: Grid,
         **fields: Any,
     ) -> list[Message]:
-        """Charge a release for its cohort, and return the messages that ask the cohort: none leaves before the charge.
+        """Charge a release for its cohort, then return the cohort's requests. No request leaves before the charge is stored.
 
         Args:
-            release: what is asked.
-            server_round: 1, 2, ...
-            drawn: state and cohort, by nodes: see `drawn`.
-            size: of a client's update, or of its metrics.
+            release: the release that is requested.
+            server_round: number of the round, from 1.
+            drawn: state and cohort by node: see `draw_cohort`.
+            size: length of a client's update, or of its metrics.
             model: the model that is sent.
-            known_clients: who is there.
+            known_clients: the known clients.
             arrays: the model as it is sent.
-            config: sent with it.
-            grid: through which the messages are sent.
+            config: config record that is sent with the model.
+            grid: grid that sends the messages.
             fields: further fields of the instruction.
 
         Raises:
             ValueError: if the method can't run with a model of this size; nothing is charged then.
             BudgetSpentError: if the ledger's budget does not cover the charge; nothing is charged then.
-            LedgerError: if the charge can't be written down; the run has not been charged then.
+            LedgerError: if the charge can't be stored; the run has not been charged then.
         """
         state, cohort = drawn
         if (number := self.log.charges.number(release.name)) != state.charged.get(release.name, 0):
             has = state.charged.get(release.name, 0)
             raise LedgerError(
-                f"state: {release.name} was charged {number} times in this run, and the state has {has} of them: it is an older "
-                "one, or a copy of this strategy has gone on; begin() begins a new run"
+                f"state: {release.name} was charged {number} times in this run, and the state has {has} of them: the state is "
+                "older, or a copy of this strategy has continued the run; begin() starts a new run"
             )
         state, charge, now = run.asked(
             release,
@@ -326,68 +327,72 @@ class Session:
             run=self.log.run,
             rng=self.generator("begin", release.name, server_round),
         )
+        # Write-ahead: store the charge, then the secret noise, then count the charge and build the messages. A crash in between
+        # overstates the cost, never understates it, and no noise is drawn twice.
         self.log.append(charge)
         if secret := state.secret:
             self.writer.noise(self.log.run, state.charged, secret)
         self._own = replace(state, charges=Charges(), not_private=state.not_private or self.seeded_noise)
         letter = Letter(record_names=known_clients.record_names, arrays=arrays, config=config, fields=fields)
-        messages = list(self.exchange.messages(now, letter))  # Flower's own grid reads them twice
+        messages = list(self.exchange.messages(now, letter))  # a list, since Flower's own grid reads them twice
         now = replace(now, bytes_down=sum(wire.content_bytes(message.content) for message in messages))
         sent, limits = tuple(message.metadata for message in messages), release.limits(now)
-        self.asked[release.name] = Asked(now=now, limits=limits, sent=sent, number=charge.number, letter=letter, grid=grid)
+        self.pending[release.name] = PendingRound(
+            now=now, limits=limits, sent=sent, number=charge.number, letter=letter, grid=grid
+        )
         return messages
 
     @property
     def next_round(self) -> int:
-        """The round with which the run goes on: every round is charged once, whether it was finished or not."""
-        found = self.writer.found
-        return max(self.log.charges.number(self.training.name), 0 if found is None else found.server_round) + 1
+        """The number of the next round: every round is charged once, whether or not it was finished."""
+        checkpoint = self.writer.found
+        return max(self.log.charges.number(self.training.name), 0 if checkpoint is None else checkpoint.server_round) + 1
 
-    def was_charged(self, release: Release, server_round: int) -> bool:
+    def is_charged(self, release: Release, server_round: int) -> bool:
         """Return whether this round of a release, or a later one, was charged before."""
         last = self.log.charges.last.get(("", release.name))
         return last is not None and server_round <= last.server_round
 
-    def waits(self, release: Release, server_round: int) -> bool:
-        """Return whether clients were asked in this round, and their replies were not added up yet."""
-        return release.name in self.asked and self.asked[release.name].now.server_round == server_round
+    def awaits_replies(self, release: Release, server_round: int) -> bool:
+        """Return whether this round has requests whose replies were not added up yet."""
+        return release.name in self.pending and self.pending[release.name].now.server_round == server_round
 
-    def total(self, release: Release, replies: Any) -> tuple[Round, Collected]:
-        """Check the replies to what was asked and add them up, once.
+    def total(self, release: Release, replies: Any) -> tuple[RoundRequest, CollectedReplies]:
+        """Check the replies to the requests of a round and add them up, once.
 
         Raises:
-            RuntimeError: if the log has other charges than when it was asked: a copy of the strategy has gone on.
+            RuntimeError: if the log has other charges than at the request: a copy of the strategy has continued the run.
         """
-        asked = self.asked.pop(release.name)
+        asked = self.pending.pop(release.name)
         if (number := self.log.charges.number(release.name)) != asked.number:
             raise RuntimeError(
                 f"state: {release.name} has {number} charges, and round {asked.now.server_round} was charge {asked.number}: "
-                "the run has gone on while the round was open, and the round is not released"
+                "a copy of the strategy has continued the run while the round was open, so the round is not released"
             )
         more = replies.more if isinstance(replies, Replies) else Replies(asked.grid).more
         collected = self.exchange.total(asked, replies, more, seeded=self.seeded_noise)
         for seen, incident in ((collected.seeded_clients, _SEEDED), (collected.repeated, _OLDER)):
-            # Told once, and not where it tells who was in a cohort.
-            if seen and incident not in self._own.incidents and not self.secret_cohort:
+            # Reported once, and never if the report could reveal a secret cohort.
+            if seen and incident not in self._own.incidents and not self.cohort_is_secret:
                 self._own = self._own.happened(incident)
         return asked.now, collected
 
-    def learn(self, server_round: int, replies: Any) -> tuple[Round, Collected, np.ndarray]:
-        """Learn from the replies to a round, once: return it, what came, and the next global model [d], float32.
+    def next_model(self, server_round: int, replies: Any) -> tuple[RoundRequest, CollectedReplies, np.ndarray]:
+        """Compute the next model from a round's replies, once. Return the round, its replies and the model [d], float32.
 
-        The model is the last one if the round is left out, although it was charged.
+        If the round is left out, the model stays the previous one, although the round was charged.
 
         Raises:
-            RuntimeError: if the round was not asked; or no client has sent a usable update in enough rounds in a row: the run is
-                then as after the last round with one, and what it was charged since stays charged.
-            LedgerError: if what the model costs besides can't be written down; nothing is released then.
+            RuntimeError: if the round has no requests. If no client has sent a usable update in enough rounds in a row: the
+                state is then that after the last round with one, and everything charged since stays charged.
+            LedgerError: if a further charge of the model can't be stored; nothing is released then.
         """
         release = self.training
-        if not self.waits(release, server_round):
+        if not self.awaits_replies(release, server_round):
             raise RuntimeError(f"server_round={server_round}: aggregate_train needs configure_train of the same round first")
         now, collected = self.total(release, replies)
         if not any(report.replies for report in self._own.rounds):
-            diagnostics.log_constants(now, collected)
+            diagnostics.warn_of_unchanged_arrays(now, collected)
         state, made = run.learnt(self.rules, self.current, now, collected, self.generator("noise", server_round))
         vector = now.vector
         if made is not None:
@@ -395,7 +400,7 @@ class Session:
                 self.log.append(charge)
             try:
                 vector = self._moved(now, made.vector)
-            except RoundLeftOut as why:
+            except RoundDiscarded as why:
                 state = state.happened(f"round {server_round} was left out: {why}")
         if state.incidents != self._own.incidents:
             log.warning("%s", state.incidents[-1])
@@ -408,43 +413,44 @@ class Session:
             raise
         return now, collected, vector
 
-    def _moved(self, now: Round, vector: np.ndarray) -> np.ndarray:
-        """Return the next model [d], float32: the method's, or that of the server's optimiser."""
+    def _moved(self, now: RoundRequest, vector: np.ndarray) -> np.ndarray:
+        """Return the next model [d], float32: the method's, or the server optimizer's."""
         optimizer, kept = self._optimizer, None if self._optimizer is None else self._optimizer.state
         try:
             if optimizer is not None:
                 vector = optimizer.step(now.server_round, now.layout, now.vector, vector)
             if names := now.layout.overflows(vector):
-                raise RoundLeftOut(f"array {names[0]!r} would leave the range of its dtype")
-        except RoundLeftOut:
+                raise RoundDiscarded(f"array {names[0]!r} would leave the range of its dtype")
+        except RoundDiscarded:
             if optimizer is not None and kept is not None:
-                optimizer.state = kept  # else what is not finite would leave out all later rounds as well
+                optimizer.state = kept  # else a state that is not finite would discard all later rounds as well
             raise
         return vector.astype(np.float32)
 
-    def evaluate(self, server_round: int, replies: Any) -> dict[str, float] | None:
-        """Record and return value and standard error of every metric of a private evaluation; None where there is none."""
+    def add_evaluation(self, server_round: int, replies: Any) -> dict[str, float] | None:
+        """Record and return value and standard error of every metric of a private evaluation; None without one."""
         evaluation = self.evaluation
-        if evaluation is None or not self.waits(evaluation, server_round):
+        if evaluation is None or not self.awaits_replies(evaluation, server_round):
             return None
         now, collected = self.total(evaluation, replies)
         rng = self.generator("evaluation", server_round)
-        state, found = run.evaluated(self.rules, evaluation, self.current, now, collected, rng)
-        if isinstance(found, RoundLeftOut):
+        state, metrics = run.evaluated(self.rules, evaluation, self.current, now, collected, rng)
+        if isinstance(metrics, RoundDiscarded):
             refusal = next((f"; {reason}" for reason in collected.refused.values()), "")
-            log.warning("the evaluation of round %s was left out: %s%s", server_round, found, refusal)
-        before, after = (diagnostics.why_no_evaluation(one, self.rules.about.num_clients) for one in (self._own, state))
+            log.warning("The evaluation of round %s was left out: %s%s", server_round, metrics, refusal)
+        num_clients = self.rules.about.num_clients
+        before, after = (diagnostics.evaluation_stop_reason(which, num_clients) for which in (self._own, state))
         if after and not before:
-            log.warning("%s; training goes on", state.incidents[-1])
+            log.warning("%s; training continues", state.incidents[-1])
         self._own = replace(state, charges=Charges())
         self.writer.evaluated(self.state)
-        return None if isinstance(found, RoundLeftOut) else found
+        return None if isinstance(metrics, RoundDiscarded) else metrics
 
     def _go_back(self) -> None:
-        """Go back to the last round with a reply."""
+        """Return to the state after the last round with a reply."""
         if (answered := self.writer.answered) is None:
             return
-        evaluates = not diagnostics.why_no_evaluation(self._own, self.rules.about.num_clients)
+        evaluates = not diagnostics.evaluation_stop_reason(self._own, self.rules.about.num_clients)
         state = run.gone_back(self.state, answered.state, evaluates=evaluates)
         self._set(self._told(state, answered.state.charged), self.rules)
         self.writer.went_back(self.state)
@@ -453,9 +459,9 @@ class Session:
         """Record, once, that this round and all later ones are not run; return no messages.
 
         Raises:
-            ValueError: if no round was run before: the model would be the initial one.
+            ValueError: if no round was run before: the result would be the initial model.
         """
-        self.asked.pop(self.training.name, None)
+        self.pending.pop(self.training.name, None)
         if not self._own.ended_before:
             self._own = replace(self._own.happened(f"ended before round {server_round}: {reason}"), ended_before=server_round)
             log.info("%s", self._own.incidents[-1])
@@ -463,11 +469,11 @@ class Session:
             raise ValueError(f"no round was run: {self._own.incidents[-1]}")
         return []
 
-    def unfinished(self) -> None:
-        """Tell, at the end of the run, of what was charged and not finished."""
+    def charge_interrupted(self) -> None:
+        """Record, at the end of the run, the rounds that were charged and not finished."""
         if (last := self.writer.last) is not None:
             self._own = self._told(self._own, last.state.charged)
 
     def _told(self, state: RunState, charged: Mapping[str, int]) -> RunState:
-        """Return a state with what the run was charged beyond so many charges of each release, as charged and not finished."""
+        """Return a state whose incidents list every charge beyond these numbers, as charged and not finished."""
         return run.resumed(self.rules, replace(state, charged=charged), self.log.beyond(charged))

@@ -1,4 +1,4 @@
-"""The files from which a run goes on: its checkpoints, its ledger, and the secret state of its noise. It knows values alone."""
+"""The writer of the files from which a run resumes: its checkpoints, its ledger, and the secret state of its noise."""
 
 from __future__ import annotations
 
@@ -14,41 +14,41 @@ from flwr.serverapp.strategy import Result
 
 from flower_dp.privacy.charges import Charges
 from flower_dp.privacy.store import Store
-from flower_dp.strategies.checkpoint import OWN_LOOP, Checkpoint, CheckpointError, CheckpointFolder, DrawnNoise, metrics_of
+from flower_dp.strategies.checkpoint import CUSTOM_LOOP, Checkpoint, CheckpointError, CheckpointFolder, DrawnNoise, metrics_of
 from flower_dp.strategies.run_state import RunState
 from flower_dp.wire import numpy_arrays
 
 log = logging.getLogger("flwr")
 
-# The server's ledger, beside the checkpoints.
+# The file name of the server's ledger, beside the checkpoints.
 LEDGER = "ledger.sqlite"
-# The part of a run's time that writing checkpoints takes at most.
+# The maximum fraction of a run's time for writing checkpoints: without a limit, large models and quick rounds would wait for it.
 _SHARE = 0.05
-# Of the server's own model.
+# Bytes of an array in a checkpoint: practically no limit, since the model is the server's own.
 _LARGEST_ARRAY = 2**40
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointPlace:
-    """Where the checkpoints of a run are, and what is wanted of a run that is there.
+    """The place of a run's checkpoints, and the use of a run that is there already.
 
     Attributes:
-        folder: their folder.
-        resume: go on with it.
-        only_state: make its statement, and end there.
+        folder: folder of the checkpoints.
+        resume: whether to resume the run.
+        statement_only: whether to make only its statement.
     """
 
     folder: Path
     resume: bool = False
-    only_state: bool = False
+    statement_only: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot:
-    """The run as it was when a round was learnt from (`is_over` false), or was over."""
+    """The run after a round's model (`round_complete` false), or after the whole round."""
 
     server_round: int
-    is_over: bool
+    round_complete: bool
     state: RunState
     arrays: ArrayRecord
 
@@ -56,30 +56,31 @@ class Snapshot:
 class Writer:
     """The checkpoints of one run; without a place nothing is written.
 
-    Between two rounds a snapshot is taken, and written where that takes little of the run's time: from there the run goes on if
-    its process is killed. The last snapshot is written whenever the run ends, however it does.
+    Between two rounds the writer takes a snapshot, and writes it if that takes little of the run's time. If the process is
+    killed, the run resumes from there. However the run ends, the writer writes the last snapshot.
 
     Attributes:
-        place: where they are; None: nowhere.
-        found: the checkpoint from which the run goes on; None for a new run.
-        went_on: whether it has.
-        folder: of the checkpoints, if there is a place.
-        result: of the rounds so far; the loop fills it.
+        place: place of the checkpoints; None: nowhere.
+        found: checkpoint from which the run resumes; None for a new run.
+        resumed: whether the run has resumed from it.
+        folder: folder of the checkpoints, if there is a place.
+        result: result of the rounds so far; the loop fills it.
         last: the last snapshot.
-        answered: the last one after a round with a reply.
+        answered: the last snapshot after a round with a reply.
         run: the run's id in its ledger; empty without one.
 
     Args:
-        place: where to keep checkpoints.
+        place: place for the checkpoints.
 
     Raises:
-        CheckpointError: the place has a run that is not to go on, no whole checkpoint of it, or none where one is needed.
+        CheckpointError: if the place has a run that may not be resumed, no whole checkpoint of it, or none although one is
+            needed.
     """
 
     def __init__(self, place: CheckpointPlace | None = None) -> None:
         self.place, self.run = place, ""
         self.found: Checkpoint | None = None
-        self.went_on = False
+        self.resumed = False
         self.result: Result | None = None
         self.last: Snapshot | None = None
         self.answered: Snapshot | None = None
@@ -91,32 +92,32 @@ class Writer:
         self.folder = CheckpointFolder(place.folder)
         if not self.folder.is_empty:
             if not place.resume:
-                raise CheckpointError(f"checkpoint_dir={str(place.folder)!r}: already holds a run; resume=True goes on with it")
+                raise CheckpointError(f"checkpoint_dir={str(place.folder)!r}: already holds a run; resume=True resumes it")
             self.found = self.folder.read()
-            if (why := self.found.why_stuck) and not place.only_state:
-                raise CheckpointError(f"{place.folder}: this run can't go on: {why}; a new run needs another folder")
+            if (why := self.found.resume_blocker) and not place.statement_only:
+                raise CheckpointError(f"{place.folder}: this run can't be resumed: {why}; a new run needs another folder")
             self._began -= self.found.elapsed
-        elif place.only_state:
+        elif place.statement_only:
             ledger = place.folder / LEDGER
             raise CheckpointError(
-                f"{place.folder}: has no checkpoint for a statement; `flower-dp ledger {ledger}` says what was charged"
+                f"{place.folder}: has no checkpoint for a statement; `flower-dp ledger show {ledger}` says what was charged"
             )
         elif place.resume:
-            log.info("%s has no checkpoint: a new run begins", place.folder)
+            log.info("A new run starts: %s has no checkpoint", place.folder)
         self.folder.create()
 
     @property
-    def only_state(self) -> bool:
-        """Whether the statement of the run alone is wanted."""
-        return self.place is not None and self.place.only_state
+    def statement_only(self) -> bool:
+        """Whether to make only the run's statement."""
+        return self.place is not None and self.place.statement_only
 
     @property
     def has_run(self) -> bool:
-        """Whether it is of this run: one that could not go on has its statement, and this process has nothing of it."""
-        return self.found is None or self.went_on
+        """Whether the checkpoints belong to this run; false if the run there could not be resumed by this process."""
+        return self.found is None or self.resumed
 
     def begin(self, setting: Mapping[str, str]) -> Checkpoint | None:
-        """Return the checkpoint from which a run with this setting goes on, None for a new run.
+        """Return the checkpoint from which a run with this setting resumes; None for a new run.
 
         Args:
             setting: see `Checkpoint`.
@@ -130,11 +131,11 @@ class Writer:
         return self.found
 
     def ledger(self) -> Path | None:
-        """Return the path of the ledger beside the checkpoints; for a new run it is made. None without a place.
+        """Return the path of the ledger beside the checkpoints, and create it for a new run. Return None without a place.
 
         Raises:
-            LedgerError: if it can't be made.
-            CheckpointError: it has charges, and there is no checkpoint from which their run could go on.
+            LedgerError: if it can't be created.
+            CheckpointError: if it has charges, and there is no checkpoint from which their run could resume.
         """
         if self.place is None:
             return None
@@ -148,7 +149,7 @@ class Writer:
             charged = ledger.num_charges
         if charged:
             raise CheckpointError(
-                f"{path}: has charges of a run without a checkpoint, which can't go on; a new run needs another folder"
+                f"{path}: has charges of a run without a checkpoint, which can't be resumed; a new run needs another folder"
             )
         return path
 
@@ -157,56 +158,59 @@ class Writer:
 
         Args:
             run: the run's id.
-            charged: how often each release was charged, this round included.
+            charged: number of charges by release, this round included.
             secret: the state, by release.
 
         Raises:
-            OSError: if it can't be written; nothing may be sent then, for noise could be drawn twice.
+            OSError: if it can't be written; nothing may be sent then, since noise could be drawn twice.
         """
         if self.place is not None:
             self.folder.write_noise(DrawnNoise(run=run, charged=charged, secret=secret))
 
     def went_on_with(self, state: RunState) -> None:
-        """Note that the run has gone on from the checkpoint that was found, with this state."""
-        if self._setting and (found := self.found) is not None:  # where only its last evaluation is left, no other snapshot comes
+        """Note that the run has resumed from its checkpoint, with this state."""
+        # This is the only snapshot of a run whose last evaluation alone is left.
+        if self._setting and (old := self.found) is not None:
             self.last = self._written = self.answered = Snapshot(
-                server_round=found.server_round, is_over=found.is_over, state=_stored(state), arrays=found.model
+                server_round=old.server_round, round_complete=old.round_complete, state=_stored(state), arrays=old.model
             )
-        self.went_on = True
+        self.resumed = True
 
     # Snapshots
 
     def keep(self, server_round: int, arrays: ArrayRecord, state: RunState, *, is_over: bool) -> None:
-        """Take a snapshot after a round; what was charged before is part of it.
+        """Take a snapshot after a round, with all charges before it.
 
         Raises:
-            CheckpointError: if the run was to go on, and a loop of the strategy's own has begun it anew; or the first checkpoint
-                can't be written: whoever is charged by a run that is then killed would have no statement.
+            CheckpointError: if a custom loop restarted a run that had to be resumed. If the first checkpoint can't be written:
+                after a kill, clients would be charged without a statement.
         """
-        if self.found is not None and not self.went_on:
-            raise CheckpointError(f"{self.folder.path}: the run there can't go on: {OWN_LOOP}; a new run needs another folder")
-        self._take(Snapshot(server_round=server_round, is_over=is_over, state=state, arrays=arrays))
+        if self.found is not None and not self.resumed:
+            raise CheckpointError(
+                f"{self.folder.path}: the run there can't be resumed: {CUSTOM_LOOP}; a new run needs another folder"
+            )
+        self._take(Snapshot(server_round=server_round, round_complete=is_over, state=state, arrays=arrays))
         if is_over and time.monotonic() >= self._due:
             error = self._write(ended=False)
             if error is not None and self.folder.is_empty:
-                raise CheckpointError(f"no checkpoint can be written in {self.folder.path}: {error}") from error
+                raise CheckpointError(f"{self.folder.path}: no checkpoint can be written: {error}") from error
 
     def evaluated(self, state: RunState) -> None:
-        """Clients have evaluated the model of the last snapshot: its state has changed, and their charge is finished."""
+        """Update the state of the last snapshot, whose model clients have now evaluated: their charge is finished."""
         if self.last is not None:
             self._take(replace(self.last, state=state))
 
     def went_back(self, state: RunState) -> None:
-        """Take the snapshot of a run that went back to the last round with a reply, with what was charged since."""
+        """Take the snapshot of a run that returned to the last round with a reply, with everything charged since."""
         if self.answered is not None:
             self.last = replace(self.answered, state=_stored(state))
 
     def close(self, result: Any, state: RunState, *, failed: bool) -> None:
-        """Write the last checkpoint: of a run that has ended with its result, of one that has not the last snapshot."""
+        """Write the last checkpoint: with the result if the run has ended, else the last snapshot."""
         if self.last is not None and not failed:
             self.result = result if isinstance(result, Result) else None
             arrays = self.last.arrays if self.result is None else self.result.arrays
-            self._take(replace(self.last, is_over=True, state=state, arrays=arrays))
+            self._take(replace(self.last, round_complete=True, state=state, arrays=arrays))
         if self.last is not self._written:
             self._write(ended=not failed)
 
@@ -223,7 +227,7 @@ class Writer:
         checkpoint = Checkpoint(
             setting=self._setting,
             server_round=now.server_round,
-            is_over=now.is_over,
+            round_complete=now.round_complete,
             state=now.state,
             arrays=numpy_arrays(now.arrays, limit=_LARGEST_ARRAY),
             run=self.run,
@@ -235,10 +239,11 @@ class Writer:
         failed = None
         try:
             self.folder.write(checkpoint)
-        except OSError as error:  # the ledger has what was charged
+        except OSError as error:  # the run continues: the ledger has its charges
             failed = error
-            log.warning("no checkpoint after round %s: %s; the one before it stays", now.server_round, error)
+            log.warning("No checkpoint after round %s: %s; the previous one stays", now.server_round, error)
         self._written = now
+        # Writing took t, so the next write waits t (1 - share) / share: writing then takes at most this share of the time.
         self._due = time.monotonic() + (time.monotonic() - started) * (1 - _SHARE) / _SHARE
         return failed
 

@@ -1,7 +1,7 @@
-"""What all runs of a sweep together have cost a client, composed from the charges in the runs' ledgers.
+"""The joint cost of a sweep's runs, composed from the charges in the runs' ledgers.
 
-A client of one run is not known to be any client of another one: another seed may deal the records otherwise. So the composition
-is that of a client, or record, that was the most expensive one in every run.
+No client of one run is known to be a client of another run: another seed may deal the records otherwise. So the composition is
+that of a client, or record, that was the most expensive one in every run.
 """
 
 import math
@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from flower_dp.core import checks, dp
-from flower_dp.core.words import delta_in_words, epsilon_in_words
+from flower_dp.core import checks, dp_events
+from flower_dp.core.formatting import format_delta, format_epsilon
 from flower_dp.privacy import accounting
-from flower_dp.privacy.accounting import Cost
-from flower_dp.privacy.charges import Charges, Scope
+from flower_dp.privacy.accounting import PrivacyCost
+from flower_dp.privacy.charges import Charges, CostScope
 from flower_dp.privacy.events import UnsupportedEventError
 from flower_dp.privacy.private_file import LedgerError
 from flower_dp.privacy.store import Store
@@ -32,16 +32,16 @@ NOT_COVERED = (
     "other runs on the same clients or records: this counts the runs in the sweep's folder alone",
     "metrics on test or validation records that are not public: only private evaluations are charged",
 )
-Events = Mapping[dp.DpEvent, int]
+Events = Mapping[dp_events.DpEvent, int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Charged:
-    """What one run has charged, in one scope.
+class RunCharges:
+    """The charges of one run in one scope.
 
     Attributes:
-        histories: how often every owner was charged with which event, those of everyone included; equal ones once.
-        private: whether its noise was drawn afresh, and its epsilon is finite.
+        histories: counts of events per owner, charges to all clients included; equal histories once.
+        private: whether the run's noise was drawn afresh, and its epsilon is finite.
     """
 
     histories: tuple[Events, ...]
@@ -49,25 +49,25 @@ class Charged:
 
     @property
     def worst(self) -> Events | None:
-        """The history that has all that any other one has; None if there is none."""
-        return next((one for one in self.histories if all(_has(one, other) for other in self.histories)), None)
+        """The history that has all events of every other history; None if there is none."""
+        return next((history for history in self.histories if all(_has(history, other) for other in self.histories)), None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Together:
-    """What private runs together cost a client or record, at most.
+class JointCost:
+    """An upper bound on the cost of private runs together for a client or record.
 
     Attributes:
-        scope: what it is proved for.
-        num_runs: how many were composed.
-        num_others: runs of this scope without a finite epsilon.
-        cost: of the composition.
+        scope: unit and neighboring relation of the cost.
+        num_runs: number of composed runs.
+        num_others: number of runs of this scope without a finite epsilon.
+        cost: cost of the composition.
     """
 
-    scope: Scope
+    scope: CostScope
     num_runs: int
     num_others: int
-    cost: Cost
+    cost: PrivacyCost
 
     def __str__(self) -> str:
         scope, cost = self.scope, self.cost
@@ -76,13 +76,13 @@ class Together:
             return f"{others} for a {scope.unit} ({scope.relation}): not private"
         runs = "The one private run costs" if self.num_runs == 1 else f"All {self.num_runs} private runs together cost"
         text = (
-            f"{runs} a {scope.unit} that was in each of them epsilon {epsilon_in_words(cost.epsilon)} at delta "
-            f"{delta_in_words(cost.delta)}, at most ({scope.relation}; accountant {cost.accountant})"
+            f"{runs} a {scope.unit} that was in each of them epsilon {format_epsilon(cost.epsilon)} at delta "
+            f"{format_delta(cost.delta)}, at most ({scope.relation}; accountant {cost.accountant})"
         )
         return f"{text}; {others}: with them epsilon is infinite" if self.num_others else text
 
     def to_dict(self) -> dict[str, Any]:
-        """Return it as JSON values; null: infinite."""
+        """Return the cost as JSON values; null stands for an infinite epsilon."""
         return {
             "unit": self.scope.unit,
             "relation": self.scope.relation,
@@ -96,40 +96,40 @@ class Together:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SweepStatement:
-    """What a sweep has cost.
+    """The statement of a sweep's joint cost.
 
     Attributes:
-        num_runs: with a ledger.
-        together: for each unit and relation that adds up.
-        without: folders of runs that have no account here, with the reason.
+        num_runs: number of runs with a ledger.
+        together: joint costs, one for each unit and relation.
+        without: folders of runs that are not accounted here, each with the reason.
     """
 
     num_runs: int
-    together: tuple[Together, ...]
+    together: tuple[JointCost, ...]
     without: tuple[str, ...]
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the statement as JSON values; null: infinite."""
+        """Return the statement as JSON values; null stands for an infinite epsilon."""
         return {
             "runs": self.num_runs,
-            "together": [one.to_dict() for one in self.together],
+            "together": [cost.to_dict() for cost in self.together],
             "without account": list(self.without),
             "not covered": list(NOT_COVERED),
         }
 
     def __str__(self) -> str:
-        lines = [f"Sweep statement: {_runs(self.num_runs)} charged their ledgers, unfinished ones too"]
+        lines = [f"Sweep statement: {_runs(self.num_runs)} with charges in their ledgers, finished or not"]
         lines += map(str, self.together)
         if len(self.together) > 1:
-            lines.append("Apart: no accountant adds up costs of different units or relations")
-        lines += [f"Without account: {one}" for one in self.without]
-        lines += [f"Not covered: {one}" for one in NOT_COVERED]
+            lines.append("Costs of different units or relations are apart: no accountant adds them up")
+        lines += [f"Not accounted: {reason}" for reason in self.without]
+        lines += [f"Not covered: {text}" for text in NOT_COVERED]
         return "\n".join(lines)
 
 
 def statement_of(folders: Sequence[Path]) -> SweepStatement:
-    """Return what the runs in some folders together cost, from the ledgers beside their checkpoints."""
-    found: dict[Scope, list[tuple[Charged, float]]] = {}
+    """Return the joint cost of the runs in some folders, from the ledgers beside their checkpoints."""
+    charges_by_scope: dict[CostScope, list[tuple[RunCharges, float]]] = {}
     without = []
     for folder in folders:
         ledger = folder / CHECKPOINT / _LEDGER
@@ -137,48 +137,49 @@ def statement_of(folders: Sequence[Path]) -> SweepStatement:
             without.append(f"{folder.name}: no ledger in its folder (its charges are in the server's ledger, if it has one)")
             continue
         for scope, charged, delta in _charged(ledger):
-            found.setdefault(scope, []).append((charged, delta))
+            charges_by_scope.setdefault(scope, []).append((charged, delta))
     together = []
-    for scope, runs in found.items():
+    for scope, runs in charges_by_scope.items():
         private = [charged for charged, _ in runs if charged.private]
-        # The least delta of all: for a larger one, epsilon is no larger. That of a pure epsilon is 0, and it holds for any.
+        # At the smallest delta of all: at a larger one, epsilon is no larger. A pure run has delta 0; its epsilon holds at any.
         delta = min((delta for _, delta in runs if delta), default=0.0)
         cost = _least(private, delta, scope)
-        together.append(Together(scope=scope, num_runs=len(private), num_others=len(runs) - len(private), cost=cost))
+        together.append(JointCost(scope=scope, num_runs=len(private), num_others=len(runs) - len(private), cost=cost))
     return SweepStatement(num_runs=len(folders) - len(without), together=tuple(together), without=tuple(without))
 
 
-def _least(runs: Sequence[Charged], delta: float, scope: Scope) -> Cost:
-    """Return what runs together cost; infinite where no accountant can tell."""
+def _least(runs: Sequence[RunCharges], delta: float, scope: CostScope) -> PrivacyCost:
+    """Return the joint cost of runs; infinite if no accountant can compose them."""
     with suppress(UnsupportedEventError):
         if runs:
             return compose(runs, delta, scope)
-    return Cost(epsilon=math.inf, delta=delta, relation=scope.relation, accountant="none")
+    return PrivacyCost(epsilon=math.inf, delta=delta, relation=scope.relation, accountant="none")
 
 
-def compose(runs: Sequence[Charged], delta: float, scope: Scope) -> Cost:
-    """Return what runs together cost a client or record that was the most expensive one in each.
+def compose(runs: Sequence[RunCharges], delta: float, scope: CostScope) -> PrivacyCost:
+    """Return the joint cost of runs for a client or record that was the most expensive one in each.
 
-    Where a run has a history that has all that others have, the events of these histories are composed. Where not, every run
-    gets its part of delta, and the largest epsilons of the runs add up.
+    If every run has a history that contains all its others, the events of these histories are composed. If not, every run gets an
+    equal part of delta, and the largest epsilons of the runs add up.
     """
     checks.number("delta", delta, at_least=0, below=1)
-    worst = [one for run in runs if (one := run.worst) is not None]
+    worst = [history for run in runs if (history := run.worst) is not None]
     if len(worst) == len(runs):
-        total: Counter[dp.DpEvent] = Counter()
-        for one in worst:
-            total.update(one)
+        total: Counter[dp_events.DpEvent] = Counter()
+        for history in worst:
+            total.update(history)
         return accounting.epsilon(_event(total), delta=delta, relation=scope.relation)
     part = delta / len(runs)
     costs = [
-        max(accounting.epsilon(_event(one), delta=part, relation=scope.relation).epsilon for one in run.histories) for run in runs
+        max(accounting.epsilon(_event(history), delta=part, relation=scope.relation).epsilon for history in run.histories)
+        for run in runs
     ]
     how = f"sum of the runs' epsilons at delta / {len(runs)}"
-    return Cost(epsilon=sum(costs), delta=delta, relation=scope.relation, accountant=how)
+    return PrivacyCost(epsilon=sum(costs), delta=delta, relation=scope.relation, accountant=how)
 
 
 def has_charges(folder: Path) -> bool:
-    """Return whether a run was charged: its ledger has charges, or can't be read, or is gone while rounds were recorded."""
+    """Return whether a run was charged: its ledger has charges, can't be read, or is missing although rounds were recorded."""
     ledger = folder / CHECKPOINT / _LEDGER
     if not ledger.is_file():
         return any(row.get("round", 0) > 0 for row in read_metrics(folder))
@@ -189,30 +190,30 @@ def has_charges(folder: Path) -> bool:
         return True
 
 
-def _charged(ledger: Path) -> Iterable[tuple[Scope, Charged, float]]:
-    """Yield what the runs in a ledger have charged, with the delta of their statements."""
+def _charged(ledger: Path) -> Iterable[tuple[CostScope, RunCharges, float]]:
+    """Yield the charges of each run in a ledger, with the delta of the run's statement."""
     with Store(ledger, read_only=True) as store:
         for run in store.runs.values():
             charges = store.charges[run.name]
             for scope in dict.fromkeys(charge.scope for charge in charges.last.values()):
                 histories = histories_of(charges, scope)
-                alone = _least([Charged(histories=histories, private=True)], run.delta, scope)
-                private = math.isfinite(alone.epsilon)  # noise from a fixed seed counts as none
-                yield scope, Charged(histories=histories, private=private), run.delta
+                alone = _least([RunCharges(histories=histories, private=True)], run.delta, scope)
+                private = math.isfinite(alone.epsilon)  # noise from a fixed seed counts as no noise
+                yield scope, RunCharges(histories=histories, private=private), run.delta
 
 
-def histories_of(charges: Charges, scope: Scope) -> tuple[Events, ...]:
-    """Return how often every owner was charged with which event; equal histories once."""
-    found = {frozenset(history.counts.items()) for history in charges.histories(scope)}
-    return tuple(dict(one) for one in found)
+def histories_of(charges: Charges, scope: CostScope) -> tuple[Events, ...]:
+    """Return the counts of events per owner; equal histories once."""
+    distinct = {frozenset(history.counts.items()) for history in charges.histories(scope)}
+    return tuple(dict(counts) for counts in distinct)
 
 
-def _has(one: Events, other: Events) -> bool:
-    return all(one.get(event, 0) >= count for event, count in other.items())
+def _has(history: Events, other: Events) -> bool:
+    return all(history.get(event, 0) >= count for event, count in other.items())
 
 
-def _event(counts: Events) -> dp.DpEvent:
-    return dp.ComposedDpEvent([dp.SelfComposedDpEvent(event, count) for event, count in counts.items()])
+def _event(counts: Events) -> dp_events.DpEvent:
+    return dp_events.ComposedDpEvent([dp_events.SelfComposedDpEvent(event, count) for event, count in counts.items()])
 
 
 def _runs(number: int) -> str:

@@ -12,25 +12,25 @@ from typing import Any
 from flower_dp.core import checks
 from flower_dp.running import plugins, preflight
 from flower_dp.running.apps import Target, resolve
-from flower_dp.running.launched import Launched
+from flower_dp.running.launch_record import LaunchRecord
 from flower_dp.running.values import Value
 from flower_dp.sweeps.file import Point, SweepFile
 
-_SLUG, _HASH = 40, 8  # characters
+_SLUG, _HASH = 40, 8  # characters of a run's name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PlannedRun:
+class SweepRun:
     """A run of a sweep.
 
     Attributes:
-        point: its settings.
-        seed: its seed.
-        label: the settings in which the points differ, for people.
-        name: of its folder: the same in every sweep with these settings and this seed.
+        point: settings of the run.
+        seed: seed of the run.
+        label: settings in which the points differ, as text.
+        name: name of the run's folder, the same in every sweep with these settings and this seed.
         target: the app with all settings.
-        launched: what `flower-dp run` keeps of it.
-        command: the `flower-dp run` that makes it.
+        launched: record that `flower-dp run` keeps of a run.
+        command: the `flower-dp run` that makes this run alone.
     """
 
     point: Point
@@ -38,7 +38,7 @@ class PlannedRun:
     label: str
     name: str
     target: Target
-    launched: Launched
+    launched: LaunchRecord
     command: str
 
     @property
@@ -48,75 +48,75 @@ class PlannedRun:
 
     @property
     def told(self) -> str:
-        """What the run is called for people."""
+        """The run's name for people: label and seed."""
         return f"{self.label}{', ' * bool(self.label)}seed {self.seed}"
 
 
-def planned(file: SweepFile, cores: int) -> tuple[PlannedRun, ...]:
-    """Return the runs of a sweep: the points one after another for the first seed, then for the next.
+def planned(file: SweepFile, cores: int) -> tuple[SweepRun, ...]:
+    """Return the runs of a sweep: all points with the first seed, then all points with the next.
 
     Args:
-        file: the sweep's.
-        cores: CPU cores of this machine. If there are more of them than runs, each run gets several, one a worker.
+        file: the sweep's file.
+        cores: CPU cores of this machine. If there are more cores than runs, each run gets several workers.
 
     Raises:
-        SettingsError: with all that the apps can't take, a line each.
+        SettingsError: with one line for each setting that an app can't take.
     """
     workers = file.workers or max(1, cores // (len(file.points) * len(file.seeds)))
-    findings, labels = Findings(len(file.points)), _labels(file.points)
+    errors, labels = PointErrors(len(file.points)), _labels(file.points)
     runs = []
     for seed in file.seeds:
         for point, label in zip(file.points, labels, strict=True):
-            with findings.of(label):
+            with errors.of(label):
                 runs.append(_run(file, point, seed, label, preflight.workers_of(workers, file.gpus_per_worker)))
-    if findings:  # then all that is wrong, also with the other points
+    if errors:  # then report the errors of the other points too
         for run in _of_one_seed(runs):
-            with findings.of(run.label):
+            with errors.of(run.label):
                 preflight.check_settings(run.target)
-    findings.refuse()
-    known: dict[str, PlannedRun] = {}
+    errors.refuse()
+    known: dict[str, SweepRun] = {}
     for run in runs:
         if (other := known.setdefault(run.name, run)) is not run:
             raise checks.SettingsError(f"points: {other.told!r} and {run.told!r} are the same run; leave one of them out")
     return tuple(runs)
 
 
-def check(runs: Iterable[PlannedRun], *, forecast: bool = False) -> None:
-    """Refuse settings of which an app knows before a run that it can't use them, as `flower-dp run` does.
+def check(runs: Iterable[SweepRun], *, forecast: bool = False) -> None:
+    """Refuse settings that an app can't use, as `flower-dp run` does before a run.
 
     Args:
-        runs: of a sweep; those of one seed stand for the others.
-        forecast: also go through the rounds of each run without clients: what a run refuses when it begins is refused here.
+        runs: runs of a sweep; those of one seed stand for the others.
+        forecast: whether to simulate the rounds of each run without clients too, to refuse what a run refuses when it begins.
 
     Raises:
-        SettingsError: with all that is wrong, a line each.
+        SettingsError: with one line for each error.
     """
-    some = _of_one_seed(runs)
-    findings = Findings(len(some))
-    for run in some:
+    points = _of_one_seed(runs)
+    errors = PointErrors(len(points))
+    for run in points:
         app = run.target.app
         functions = [app.check] if app.check and run.target.overrides else []  # the defaults are valid
-        with findings.of(run.label):
+        with errors.of(run.label):
             preflight.check_settings(run.target)
             for name in [*functions, *([app.cost] if forecast and app.cost else [])]:
-                with plugins.loaded(app, name) as of_app:
-                    of_app(run.config)
-    findings.refuse()
+                with plugins.load_plugin(app, name) as function:
+                    function(run.config)
+    errors.refuse()
 
 
-def _of_one_seed(runs: Iterable[PlannedRun]) -> list[PlannedRun]:
-    """Return one run a point."""
-    first: dict[str, PlannedRun] = {}
+def _of_one_seed(runs: Iterable[SweepRun]) -> list[SweepRun]:
+    """Return one run for each point."""
+    first: dict[str, SweepRun] = {}
     for run in runs:
         first.setdefault(run.label, run)
     return list(first.values())
 
 
-class Findings:
-    """What is wrong with points: each line once, with the points that it is of.
+class PointErrors:
+    """Errors of points: each line once, with its points.
 
     Args:
-        count: of all points.
+        count: number of all points.
     """
 
     def __init__(self, count: int) -> None:
@@ -128,7 +128,7 @@ class Findings:
 
     @contextmanager
     def of(self, label: str) -> Iterator[None]:
-        """Note the ValueError of a point that ends the block, if any."""
+        """Collect the ValueError of a point that ends the block, if any."""
         try:
             yield
         except ValueError as error:
@@ -136,43 +136,42 @@ class Findings:
                 self._labels.setdefault(line, []).append(label)
 
     def refuse(self) -> None:
-        """Raise what was found.
+        """Raise the collected errors.
 
         Raises:
-            SettingsError: if anything was.
+            SettingsError: if there are any.
         """
         lines = []
-        for line, of in self._labels.items():
-            labels = list(dict.fromkeys(of))
+        for line, all_labels in self._labels.items():
+            labels = list(dict.fromkeys(all_labels))
             others = f", and {len(labels) - 1} other points" if len(labels) > 1 else ""
             lines.append(line if len(labels) == self._count else f"{line} (point {labels[0]}{others})")
         if lines:
             raise checks.SettingsError("\n".join(lines))
 
 
-def _run(file: SweepFile, point: Point, seed: int, label: str, workers: int) -> PlannedRun:
+def _run(file: SweepFile, point: Point, seed: int, label: str, workers: int) -> SweepRun:
     texts = [f"{key}={_text(value)}" for key, value in point.settings.items()]
     plain = resolve(point.app or None, texts)
     known = plain.app.settings()
     if "seed" not in known:
         raise ValueError(f"seeds: {plain.app.name} has no setting `seed`; add it to [tool.flwr.app.config] of its pyproject.toml")
     if plain.app.own and any(plain.overrides.get(key) for key in ("output-dir", "resume")):
-        raise ValueError("output-dir: the sweep gives each run its folder")
+        raise ValueError("output-dir: the sweep gives each run its folder; remove it")
     target = resolve(point.app or None, [*texts, f"seed={seed}"])
     nodes = preflight.nodes_of(target, file.supernodes, workers)
-    own = target.app.own
     words = ["flower-dp", "run", *([point.app] if point.app else [])]
     words += [word for text in [*texts, f"seed={seed}"] for word in ("--set", text)]
     words += ["--workers", str(workers), "--supernodes", str(nodes)]
     words += ["--gpus-per-worker", f"{file.gpus_per_worker:g}"] if file.gpus_per_worker else []
-    return PlannedRun(
+    return SweepRun(
         point=point,
         seed=seed,
         label=label,
         name=f"{_name(plain)}-seed-{seed}",
         target=target,
-        launched=Launched(
-            app="" if own else str(target.app.folder),
+        launched=LaunchRecord(
+            app="" if target.app.own else str(target.app.folder),
             name=target.name,
             overrides=dict(target.overrides),
             workers=workers,
@@ -184,7 +183,7 @@ def _run(file: SweepFile, point: Point, seed: int, label: str, workers: int) -> 
 
 
 def _text(value: Value) -> str:
-    """Return a value as `--set` takes it."""
+    """Return a value in the form that `--set` takes."""
     if isinstance(value, bool):
         return str(value).lower()
     quoted = isinstance(value, str) and (value[:1] in "'\"" and value != "")
@@ -192,7 +191,7 @@ def _text(value: Value) -> str:
 
 
 def _name(target: Target) -> str:
-    """Return a name for settings: of what differs from the app's defaults, whatever the file says in which way."""
+    """Return a name for settings. It depends only on the settings that differ from the app's defaults, not on the file's form."""
     known = target.app.settings()
     other = {key: value for key, value in sorted(target.overrides.items()) if key != "seed" and value != known.get(key)}
     content = json.dumps(["" if target.app.own else str(target.app.folder), other])
@@ -202,17 +201,17 @@ def _name(target: Target) -> str:
 
 
 def _labels(points: Sequence[Point]) -> list[str]:
-    """Return the settings in which points differ, for each; a setting of the method's table without the table's name."""
+    """Return, for each point, the settings in which points differ; settings of the method's table lose the table's name."""
     tables: list[dict[str, Any]] = [{"app": point.app, **_shortened(point.settings)} for point in points]
     keys = dict.fromkeys(key for table in tables for key in table)
     differ = [key for key in keys if len({repr(table.get(key)) for table in tables}) > 1]
     if not differ:
         return [""] * len(tables)
-    if "method" in differ:  # what all points of a method share is told by the method
+    if "method" in differ:  # the method's name stands for the settings that all points of the method share
         methods = {table.get("method") for table in tables}
         groups = [[table for table in tables if table.get("method") == method] for method in methods]
-        told = {key for key in differ if all(len({repr(table.get(key)) for table in group}) == 1 for group in groups)}
-        differ = [key for key in differ if key == "method" or key not in told]
+        implied = {key for key in differ if all(len({repr(table.get(key)) for table in group}) == 1 for group in groups)}
+        differ = [key for key in differ if key == "method" or key not in implied]
     shown = [[_shown(key, table[key]) for key in differ if key in table and (key, table[key]) != ("app", "")] for table in tables]
     return [", ".join(texts) or "defaults" for texts in shown]
 

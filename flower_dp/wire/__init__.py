@@ -1,9 +1,9 @@
 """The wire: vectors, payloads and instructions <-> Flower records and messages.
 
-A train message carries the global model under the record names that its receiver reads (the Message API's or those of a
-`NumPyClient`) and, inside the config record, one JSON string with the instruction. A reply carries payload arrays and one JSON
-string, or a refusal alone; a reply with neither is a stock client's model. Nothing here trusts a sender: sizes are checked before
-any memory is taken, and what is malformed raises a ValueError that says why.
+A train message carries the global model, and the instruction as one JSON string in its config record. Record names are those
+that the receiver reads: the Message API's or those of a `NumPyClient`. A reply carries payload arrays and one JSON string, or a
+refusal alone. A reply with neither is a stock client's model. No sender is trusted: this package checks sizes before it takes
+any memory, and raises a ValueError for malformed content.
 """
 
 from flower_dp.wire.answer import DECLINED as DECLINED
@@ -12,19 +12,19 @@ from flower_dp.wire.answer import LARGEST_METRIC as LARGEST_METRIC
 from flower_dp.wire.answer import MOST_REASON as MOST_REASON
 from flower_dp.wire.answer import MOST_REASONS as MOST_REASONS
 from flower_dp.wire.answer import REPEATED as REPEATED
-from flower_dp.wire.answer import Answer as Answer
 from flower_dp.wire.answer import Code as Code
 from flower_dp.wire.answer import Refusal as Refusal
+from flower_dp.wire.answer import ReplyHeader as ReplyHeader
 from flower_dp.wire.answer import most_answer_characters as most_answer_characters
 from flower_dp.wire.arrays import Model as Model
 from flower_dp.wire.arrays import numpy_arrays as numpy_arrays
 from flower_dp.wire.arrays import payload_of as payload_of
 from flower_dp.wire.arrays import with_vectors as with_vectors
-from flower_dp.wire.ask import Ask as Ask
 from flower_dp.wire.ask import Indicator as Indicator
-from flower_dp.wire.ask import OwnAsk as OwnAsk
+from flower_dp.wire.ask import LocalRequest as LocalRequest
 from flower_dp.wire.ask import Promise as Promise
-from flower_dp.wire.hosted import Hosted as Hosted
+from flower_dp.wire.ask import ReleaseRequest as ReleaseRequest
+from flower_dp.wire.hosted import HostedClients as HostedClients
 from flower_dp.wire.hosted import hosted_of as hosted_of
 from flower_dp.wire.instruction import EVALUATION as EVALUATION
 from flower_dp.wire.instruction import Instruction as Instruction

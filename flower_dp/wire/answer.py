@@ -1,4 +1,4 @@
-"""What the clients of a node send back besides the payload."""
+"""Reply headers and refusals: what a node sends back besides the payload."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,22 +14,22 @@ Code = Literal["failed", "declined", "repeated"]
 FAILED: Final = "failed"
 DECLINED: Final = "declined"
 REPEATED: Final = "repeated"
-# Of an answer: what a client says of a refusal, and how many different things.
+# Of a reply: characters of one reason, and number of different refusals.
 MOST_REASON, MOST_REASONS = 200, 16
 # Characters of the refusal of a whole node.
 _MOST_REFUSAL = 4096
 _MOST_METRICS = _MOST_HEADER = 16
-# No sum of honest metrics is larger, not even one of squares of norms of float32 vectors; and sums of these are finite.
+# Larger than any sum of honest metrics, even of squared norms of float32 vectors. Sums of such values over all nodes are finite.
 LARGEST_METRIC = 1e100
 
 
 class Refusal(structs.Part, frozen=True, kw_only=True):
-    """Why a client, or a whole node, does not reply.
+    """The refusal of a client, or of a whole node, to reply.
 
     Attributes:
-        code: for the server. `failed`: training fails, or diverges; `repeated`: the client's account has a reply of this number
-            already; `declined`: it does not do what is asked, for any other reason.
-        reason: a sentence for people, which no code reads.
+        code: cause, for the server. `failed`: training fails or diverges. `repeated`: the client's account already has a reply of
+            this number. `declined`: any other cause.
+        reason: sentence for people; no code reads it.
 
     Example:
         >>> from flower_dp.wire import Refusal
@@ -55,23 +55,23 @@ class Refusal(structs.Part, frozen=True, kw_only=True):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
-    """What the clients of one node send back besides the payload.
+class ReplyHeader:
+    """The part of one node's reply besides the payload.
 
     Attributes:
-        refused: why clients that were asked are not in the payload's sum; all others that were asked are.
+        refused: refusals by client. The payload's sum has every other requested client.
         payload: header of the payload.
         seeded_noise: whether the noise came from a fixed seed, as in a test; the run is not private then.
-        metrics: training metrics, summed over the clients in the sum, if they were asked for.
-        payload_bytes: bytes of arrays that the clients in the sum would have sent had each sent its own row, summed over them.
-        fresh: clients in the sum that had kept nothing from an earlier round, in methods whose clients keep a vector.
+        metrics: requested training metrics, summed over the clients in the payload's sum; empty if none were requested.
+        payload_bytes: size of all rows in the payload's sum, as if each client had sent its own row.
+        fresh: clients in the payload's sum that had no vector of an earlier round, in methods whose clients keep one.
 
     Example:
-        >>> from flower_dp.wire import Answer, Refusal
+        >>> from flower_dp.wire import ReplyHeader, Refusal
         >>> header = {"codec": "dense", "length": 10}
         >>> refused = {"b": Refusal(code="failed", reason="training failed")}
-        >>> answer = Answer(refused=refused, payload=header, seeded_noise=False, metrics={})
-        >>> Answer.from_json(answer.to_json(asked=["a", "b"]), asked=["a", "b"]) == answer
+        >>> reply = ReplyHeader(refused=refused, payload=header, seeded_noise=False, metrics={})
+        >>> ReplyHeader.from_json(reply.to_json(asked=["a", "b"]), asked=["a", "b"]) == reply
         True
     """
 
@@ -83,7 +83,7 @@ class Answer:
     fresh: tuple[str, ...] = ()
 
     def to_json(self, asked: Sequence[str]) -> str:
-        """Return the answer to an instruction for these clients as one string."""
+        """Return the header of the reply to an instruction for these clients as one string."""
         fresh = set(self.fresh)
         sent = _Answer(
             refused=_by_reason(self.refused, asked),
@@ -96,18 +96,18 @@ class Answer:
         return structs.write(sent)
 
     @classmethod
-    def from_json(cls, text: str, asked: Sequence[str]) -> "Answer":
-        """Read an answer to an instruction for these clients.
+    def from_json(cls, text: str, asked: Sequence[str]) -> "ReplyHeader":
+        """Read the header of a reply to an instruction for these clients.
 
         Raises:
-            ValueError: if it is not one of this protocol, or longer than an honest one can be.
+            ValueError: if the text is not of this protocol, or longer than an honest one can be.
         """
         sent = structs.read(_Answer, text, most=most_answer_characters(len(asked)))
-        refused = _names_at("refused", [one for refusal in sent.refused for one in refusal.clients], asked)
-        alike = [(Refusal(code=one.code, reason=one.reason), len(one.clients)) for one in sent.refused]
+        refused = _names_at("refused", [position for refusal in sent.refused for position in refusal.clients], asked)
+        alike = [(Refusal(code=group.code, reason=group.reason), len(group.clients)) for group in sent.refused]
         refusals = [refusal for refusal, count in alike for _ in range(count)]
         length = sent.payload.get("length")
-        # Whoever decodes the payload compares this length with the model's.
+        # A forged length is found later: the decoder of the payload compares it with the model's.
         most = (64 + 16 * length) * (len(asked) - len(refused)) if isinstance(length, int) and length >= 0 else 0
         return cls(
             refused=dict(zip(refused, refusals, strict=True)),
@@ -120,13 +120,13 @@ class Answer:
 
 
 class _Refused(Refusal, frozen=True, kw_only=True):
-    """A refusal, and the clients that give it."""
+    """A refusal, and the positions of its clients."""
 
     clients: tuple[int, ...]
 
 
 class _Answer(structs.Part, frozen=True, kw_only=True):
-    """An answer as it is sent: clients are positions among those that were asked, so that its honest length is known."""
+    """A reply header as it is sent. Clients are positions among the requested ones, which bounds the length of an honest text."""
 
     refused: tuple[_Refused, ...]
     payload: Header
@@ -136,38 +136,41 @@ class _Answer(structs.Part, frozen=True, kw_only=True):
     fresh: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        for what, values, most in (
+        for items, values, most in (
             ("reasons", self.refused, MOST_REASONS + len(get_args(Code))),
             ("metrics", self.metrics, _MOST_METRICS),
             ("header words", self.payload, _MOST_HEADER),
         ):
             if len(values) > most:
-                raise ValueError(f"{len(values)} {what}: at most {most}")
+                raise ValueError(f"{len(values)} {items}: at most {most}")
         if any(len(refusal.reason) > MOST_REASON for refusal in self.refused):
             raise ValueError(f"a reason has more than {MOST_REASON} characters")
         for name, value in self.metrics.items():
             checks.number(f"metric {checks.line('metric', name)}", value, at_least=-LARGEST_METRIC, at_most=LARGEST_METRIC)
 
 
-def _names_at(what: str, positions: Sequence[int], asked: Sequence[str]) -> tuple[str, ...]:
-    """Return the names at some positions.
+def _names_at(field: str, positions: Sequence[int], asked: Sequence[str]) -> tuple[str, ...]:
+    """Return the names of the requested clients at these positions.
 
     Raises:
-        ValueError: if a position is there twice, or no client that was asked has it.
+        ValueError: if a position occurs twice or is out of range.
     """
     if len(set(positions)) != len(positions):
-        raise ValueError(f"answer: {what} has a client twice")
+        raise ValueError(f"answer: {field} has a client twice")
+    last = len(asked) - 1
     return tuple(
-        asked[checks.integer(f"answer: position in {what}", one, at_least=0, at_most=len(asked) - 1)] for one in positions
+        asked[checks.integer(f"answer: position in {field}", position, at_least=0, at_most=last)] for position in positions
     )
 
 
 def _by_reason(refused: Mapping[str, Refusal], asked: Sequence[str]) -> tuple[_Refused, ...]:
-    """Return every refusal once, with the positions of its clients among those that were asked.
+    """Return every refusal once, with the positions of its clients among the requested ones.
 
-    A reason is cut to `MOST_REASON` printable characters, and all of a code after the first `MOST_REASONS` refusals become one.
+    A reason is cut to `MOST_REASON` printable characters. After the first `MOST_REASONS` refusals, those of one code become one.
     """
-    lines = {one: replace(one, reason=checks.one_line(one.reason, most=MOST_REASON)) for one in set(refused.values())}
+    lines = {
+        refusal: replace(refusal, reason=checks.one_line(refusal.reason, most=MOST_REASON)) for refusal in set(refused.values())
+    }
     positions: dict[Refusal, list[int]] = {}
     for position, name in enumerate(asked):
         if name in refused:
@@ -175,10 +178,13 @@ def _by_reason(refused: Mapping[str, Refusal], asked: Sequence[str]) -> tuple[_R
             if refusal not in positions and len(positions) >= MOST_REASONS:
                 refusal = replace(refusal, reason="another reason")
             positions.setdefault(refusal, []).append(position)
-    return tuple(_Refused(code=one.code, reason=one.reason, clients=tuple(places)) for one, places in positions.items())
+    return tuple(
+        _Refused(code=refusal.code, reason=refusal.reason, clients=tuple(clients)) for refusal, clients in positions.items()
+    )
 
 
 def most_answer_characters(num_clients: int) -> int:
-    """Return how long an honest answer for so many clients can be."""
-    # A printable character is at most two in JSON; 2^14 are more than metrics and header take.
+    """Return the number of characters that an honest header for so many clients can have."""
+    # Attack: a text that exhausts the server's memory. JSON takes at most 2 characters for a printable one. Each client occurs at
+    # most once, by a position of 8 characters with its comma. Keys, metrics and payload header take less than 2^14.
     return 2**14 + 2 * MOST_REASON * (MOST_REASONS + 1) + 8 * num_clients

@@ -14,10 +14,10 @@ from flower_dp.core.vectors import Layout
 from flower_dp.wire.structs import KEY
 
 _NPY_HEADER_BYTES = 1024
-# Of the server's own model.
+# Bytes of an array of the server's own model.
 _LARGEST_ARRAY = 2**40
-# The one form in which NumPy writes an array of numbers (format 1.0). Nothing else is parsed: a general parser of headers can be
-# made to fail in many ways by a forged one.
+# The one form in which NumPy writes an array of numbers (format 1.0). Nothing else is parsed: a forged header can make a general
+# parser fail in many ways.
 _NPY_HEADER = re.compile(
     rb"\x93NUMPY\x01\x00(?P<length>..)\{'descr': '(?P<dtype>[<>|][fiub][0-9]{1,2})', 'fortran_order': (?P<fortran>True|False), "
     rb"'shape': \((?P<shape>(?:[0-9]{1,18}, ?)*(?:[0-9]{1,18})?)\), \} *\n",
@@ -28,10 +28,10 @@ _MOST_PAYLOAD_ARRAYS = 4
 
 
 def payload_of(record: ArrayRecord, header: Header, length: int) -> Payload:
-    """Return the payload of a reply, none of it larger than an honest one of `length` parameters can be.
+    """Return the payload of a reply to a model of `length` parameters.
 
     Raises:
-        ValueError: if an array is oversized or not what its own header says.
+        ValueError: if an array is larger than an honest one can be, or differs from its own header.
     """
     if len(record) > _MOST_PAYLOAD_ARRAYS:
         raise ValueError(f"payload has {len(record)} arrays: at most {_MOST_PAYLOAD_ARRAYS}")
@@ -39,9 +39,9 @@ def payload_of(record: ArrayRecord, header: Header, length: int) -> Payload:
 
 
 def with_vectors(arrays: ArrayRecord, vectors: Mapping[str, np.ndarray]) -> ArrayRecord:
-    """Return a model's record with the vectors of an ask behind its arrays: a `NumPyClient` is given no other record.
+    """Return a model's record with the vectors of a request behind its arrays: a `NumPyClient` receives no other record.
 
-    A record that has them already is returned as it is: all messages of a round may share one copy.
+    A record that already has them is returned unchanged, so that all messages of a round share one copy.
     """
     new = {f"{KEY}.{name}": vector for name, vector in vectors.items() if f"{KEY}.{name}" not in arrays}
     named = {name: FlowerArray(np.ascontiguousarray(vector)) for name, vector in new.items()}
@@ -52,20 +52,20 @@ def numpy_arrays(record: ArrayRecord, *, limit: int) -> dict[str, np.ndarray]:
     """Return a record's arrays as read-only NumPy views, at most `limit` bytes each.
 
     Raises:
-        ValueError: if an array is larger, or is not a plain .npy array of exactly the size that its header says.
+        ValueError: if an array is larger, or is not a plain .npy array of exactly its header's size.
     """
     return {name: _numpy(name, array, limit) for name, array in record.items()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Model:
-    """The global model as it is sent: arrays that are trained, as one vector, and frozen ones, which nothing may change.
+    """The global model as it is sent: the trained arrays as one vector, and the frozen arrays, which nothing may change.
 
     Attributes:
-        names: of all arrays, in the order in which they are sent.
-        layout: of the arrays that are trained.
-        vector: their values [d], float32.
-        frozen: the other arrays, by name.
+        names: names of all arrays, in the order in which they are sent.
+        layout: layout of the trained arrays.
+        vector: values of the trained arrays [d], float32.
+        frozen: frozen arrays, by name.
 
     Example:
         >>> import numpy as np
@@ -84,11 +84,11 @@ class Model:
 
     @classmethod
     def of(cls, record: ArrayRecord, *, frozen: Sequence[str] = ()) -> "Model":
-        """Read a model that is this server's own.
+        """Read this server's own model.
 
         Raises:
-            ValueError: if an array can't be made private (see `Layout.of`), is of float16, or is not finite, also as float32, or
-                `frozen` names none.
+            ValueError: if a trained array can't be made private (see `Layout.of`), has dtype float16, or has entries that are
+                not finite as float32; or if `frozen` has an unknown name.
         """
         arrays = numpy_arrays(record, limit=_LARGEST_ARRAY)
         if unknown := sorted(set(frozen) - set(arrays)):
@@ -97,8 +97,10 @@ class Model:
         layout = Layout.of(trained)
         for name, dtype in zip(layout.names, layout.dtypes, strict=True):
             if dtype == "float16":
-                why = "whose rounding would swallow the steps of most rounds: start with float32, for example"
-                raise ValueError(f"array {name!r} has dtype float16, {why} ArrayRecord(model.float().state_dict())")
+                raise ValueError(
+                    f"array {name!r} has dtype float16, whose rounding would swallow the steps of most rounds: start with "
+                    "float32, for example ArrayRecord(model.float().state_dict())"
+                )
         for name, array in trained.items():
             if not np.isfinite(array).all():
                 raise ValueError(f"array {name!r} has NaN or infinite entries; if it is a constant, name it in frozen_arrays")
@@ -120,7 +122,7 @@ class Model:
         return sum(8 * array.size for array in self.frozen.values())
 
     def read(self, record: ArrayRecord) -> np.ndarray:
-        """Return the trained arrays of a reply as one float32 vector: by name, or by position where the sender has no names.
+        """Return the trained arrays of a reply as one float32 vector: by name, or by position if the sender has no names.
 
         Raises:
             ValueError: if count, names or shapes are not this model's, or a frozen array was changed.
@@ -134,12 +136,12 @@ class Model:
         for name, kept in self.frozen.items():
             if name not in arrays or not np.array_equal(arrays[name], kept, equal_nan=kept.dtype.kind == "f"):
                 raise ValueError(f"array {name!r} was changed or left out, though frozen_arrays names it")
-        with np.errstate(over="ignore"):  # infinite entries are refused by whoever adds them up
+        with np.errstate(over="ignore"):  # `ReplyLimits` refuses infinite entries
             vector: np.ndarray = self.layout.flatten({name: array for name, array in arrays.items() if name not in self.frozen})
         return vector
 
     def record(self, vector: np.ndarray) -> ArrayRecord:
-        """Return a vector and the frozen arrays as an array record, under the model's own names, shapes and dtypes."""
+        """Return a vector and the frozen arrays as an array record with the model's own names, shapes and dtypes."""
         arrays = {**self.layout.unflatten(vector, copy=False), **self.frozen}
         return ArrayRecord({name: FlowerArray(np.asarray(arrays[name], order="C")) for name in self.names})
 
@@ -150,15 +152,15 @@ def _numpy(name: str, array: FlowerArray, limit: int) -> np.ndarray:
     header = _NPY_HEADER.match(array.data[: _NPY_HEADER_BYTES + 10])
     if header is None:
         raise ValueError(f"array {name!r} is not a .npy array (format 1.0) of float, integer or bool dtype")
-    said, fortran = header["dtype"].decode(), header["fortran"] == b"True"
+    dtype_name, fortran = header["dtype"].decode(), header["fortran"] == b"True"
     try:
-        dtype = np.dtype(said)
+        dtype = np.dtype(dtype_name)
     except TypeError:
-        raise ValueError(f"array {name!r} says dtype {said!r}: this machine has none of that name") from None
+        raise ValueError(f"array {name!r} has dtype {dtype_name!r}: this machine has no such dtype") from None
     shape = tuple(int(size) for size in header["shape"].split(b",") if size.strip())
     start = header.end()
     # Checked before any memory is taken: a forged header may claim any shape.
     if 10 + int.from_bytes(header["length"], "little") != start or math.prod(shape) * dtype.itemsize != len(array.data) - start:
-        raise ValueError(f"array {name!r} says {dtype} of shape {shape}, and has {len(array.data) - start} bytes")
+        raise ValueError(f"array {name!r} has {len(array.data) - start} bytes: its header says {dtype} of shape {shape}")
     values = np.frombuffer(array.data, dtype=dtype, offset=start)
     return values.reshape(shape, order="F" if fortran else "C")

@@ -1,4 +1,4 @@
-"""What one release asks of its clients in one round: everything that crosses to them besides the model."""
+"""The request of one release in one round: everything that clients receive except the model."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,28 +15,31 @@ from flower_dp.wire.mask import PublicMask
 from flower_dp.wire.structs import Part
 
 PLACEMENTS = ("central", "distributed", "local")
-# What the norm of a row may gain by rounding is less.
+# Rounding increases the norm of a row by less than this factor.
 _MARGIN = 2.0**-40
-# Of a larger one the coordinate is infinite as float32, whose sign no finite noise hides.
+# Above this scale the coordinate would be infinite as float32, and no finite noise hides its sign.
 _LARGEST_SCALE = 2.0**127
-# What two ways to compute one norm may differ by.
+# Relative difference that two ways to compute one norm may have by rounding.
 _ROUNDING = 1e-10
 
 if TYPE_CHECKING:
     Vectors = Mapping[str, np.ndarray]
-else:  # the text has the names alone; `Instruction.from_json` sets the arrays, which come behind the model's
+else:  # msgspec decodes names alone: `Instruction.from_json` sets the arrays, which are sent behind the model's
     Vectors = Mapping[str, None]
 
 
 class Promise(Part, frozen=True, kw_only=True):
-    """What a server says of a whole release; a client's policy checks it, and no client works by it.
+    """The clip norm and noise multiplier of a whole release, as the server states them.
+
+    A client's policy checks both. Clients without terms of their own clip to `clip_norm`, unless the request has an indicator.
+    No client scales its noise by `noise_multiplier`.
 
     Attributes:
-        clip_norm: bound on the norm of what every client, or every record, contributes.
+        clip_norm: bound on the norm of every client's, or every record's, contribution; above 0.
         noise_multiplier: noise scale of the release / clip norm; 0 for a release without noise.
 
     Raises:
-        ValueError: for a value that makes no sense, naming it.
+        ValueError: naming the value that is out of range.
 
     Example:
         >>> from flower_dp.wire import Promise
@@ -57,25 +60,26 @@ class Promise(Part, frozen=True, kw_only=True):
         return self.noise_multiplier * self.clip_norm
 
 
-class OwnAsk(Part, frozen=True, kw_only=True):
-    """What is asked of one client whose message is private on its own.
+class LocalRequest(Part, frozen=True, kw_only=True):
+    """The request to one client under local DP, whose own noise protects its message.
 
     Attributes:
-        weight: what the client's private row counts in the node's sum.
-        terms: what the server takes the client's own terms to be (`Terms.kind`). The client compares them with its own, and never
-            works by them.
-        noise_multiplier: the noise multiplier that goes with them, by which the server charges.
-        number: 1, 2, ...: how often the server has charged the client for this release in this run, this reply included. A device
-            with a ledger file refuses a number that is not larger than the last one: the server's ledger is an older copy then.
-        run: the run's id in the server's ledger, random without one; empty before `Ask.in_run`. A client refuses an empty one.
+        weight: weight of the client's private row in the node's sum, at least 0.
+        terms: fingerprint of the terms that the server assumes for the client (`ClientTerms.fingerprint`). The client compares it
+            with its own, and never works by it.
+        noise_multiplier: noise multiplier of these terms, by which the server charges.
+        number: number of the server's charges to the client for this release in this run, this reply included: 1, 2, ... A device
+            with a ledger file refuses a number that is not larger than its last one: the server's ledger is then an older copy.
+        run: id of the run in the server's ledger, random without a ledger; empty before `ReleaseRequest.with_run_id`. A client
+            refuses an empty id.
 
     Raises:
-        ValueError: for a value that makes no sense, naming it.
+        ValueError: naming the value that is out of range.
 
     Example:
-        >>> from flower_dp.wire import Ask, OwnAsk, Promise
-        >>> own = OwnAsk(weight=0.25, terms="4 replies, Laplace", noise_multiplier=8.0, number=1)
-        >>> ask = Ask(promise=Promise(clip_norm=1.0, noise_multiplier=8.0), placement="local", own={"a": own})
+        >>> from flower_dp.wire import LocalRequest, Promise, ReleaseRequest
+        >>> own = LocalRequest(weight=0.25, terms="4 replies, Laplace", noise_multiplier=8.0, number=1)
+        >>> ask = ReleaseRequest(promise=Promise(clip_norm=1.0, noise_multiplier=8.0), placement="local", own={"a": own})
         >>> ask.own["a"].weight
         0.25
     """
@@ -99,10 +103,10 @@ class Indicator(Part, frozen=True, kw_only=True):
 
     Attributes:
         clip_norm: L2 bound of the update alone (paper: C).
-        scale: s, what b counts in the row, in units of the update; at most 2^127, as the row is float32.
+        scale: scale s of the coordinate, in units of the update; at most 2^127, as the row is float32.
 
     Raises:
-        ValueError: for a value that makes no sense, naming it.
+        ValueError: naming the value that is out of range.
 
     Example:
         >>> from flower_dp.wire import Indicator
@@ -119,37 +123,38 @@ class Indicator(Part, frozen=True, kw_only=True):
 
     @property
     def joint_norm(self) -> float:
-        """L2 bound of the row of update and indicator together: sqrt(C^2 + s^2 / 4), a little more."""
+        """L2 bound of the row of update and indicator together: sqrt(C^2 + s^2 / 4), and a margin for rounding."""
         return math.hypot(self.clip_norm, self.scale / 2) * (1 + _MARGIN)
 
 
-class Ask(Part, frozen=True, kw_only=True):
-    """What a release asks of its clients in one round.
+class ReleaseRequest(Part, frozen=True, kw_only=True):
+    """The request of one release to its clients in one round.
 
-    A field that the server does not set is not sent; a client refuses an ask with a key that it does not know.
+    A field that the server does not set is not sent. A client refuses a request with an unknown key.
 
     Attributes:
         promise: clip norm and noise multiplier of the whole release.
-        placement: who adds the noise: `central`, the server; `distributed`, each client its share; `local`, each client in full.
-        step: of the lattice to which clients round what they clipped, a power of two; 0 for none, and under `local`.
+        placement: place of the noise: `central`, the server adds it; `distributed`, each client adds its share; `local`, each
+            client adds it in full.
+        step: step of the lattice to which clients round their clipped rows, a power of two; 0 for none, and under `local`.
         noise_std: std of the share that each client adds to its own clipped row under `distributed`, else 0.
-        mask: the coordinates that all clients keep before the clip; None for all.
-        keep_ratio: part of the coordinates that every client sends after its noise; 1 sends all.
-        quantization_levels: levels above 0 to which every client rounds its noised row; 0 for no quantisation.
-        indicator: what every client sends behind its update, where the clip norm is adaptive: `promise.clip_norm` then bounds
-            the norm of both together; None for a fixed clip norm.
-        metrics: of an evaluation: the metrics that are asked for, with their bounds; None in training.
-        own: under `local`: what is asked of each client, by its name.
-        vectors: vectors [d] that the method's clients work with besides the model, finite float32, by name. They are sent as
-            arrays behind the model's; the text has their names alone.
+        mask: coordinates that all clients keep before the clip; None for all.
+        keep_ratio: part of the coordinates that every client sends after its noise, in (0, 1]; 1 sends all.
+        quantization_levels: levels above 0 to which every client rounds its noised row; 0 for no quantization.
+        indicator: coordinate that every client sends behind its update, if the clip norm is adaptive. `promise.clip_norm` then
+            bounds the norm of both together. None for a fixed clip norm.
+        metrics: metrics that an evaluation requests, with their bounds; None in training.
+        own: requests to single clients under `local`, by client name; empty otherwise.
+        vectors: vectors [d] that the method's clients need besides the model, finite float32, by name. They are sent as arrays
+            behind the model's; the text has their names alone.
 
     Raises:
-        ValueError: for values that make no sense, or do not go together, naming them.
+        ValueError: naming the values that are out of range or do not go together.
 
     Example:
-        >>> from flower_dp.wire import Ask, Promise
+        >>> from flower_dp.wire import Promise, ReleaseRequest
         >>> promise = Promise(clip_norm=0.5, noise_multiplier=1.0)
-        >>> Ask(promise=promise, placement="central", step=2.0**-12).row_length(10)
+        >>> ReleaseRequest(promise=promise, placement="central", step=2.0**-12).row_length(10)
         10
     """
 
@@ -162,7 +167,7 @@ class Ask(Part, frozen=True, kw_only=True):
     quantization_levels: int = 0
     indicator: Indicator | None = None
     metrics: MetricBounds | None = None
-    own: Mapping[str, OwnAsk] = field(default_factory=dict)
+    own: Mapping[str, LocalRequest] = field(default_factory=dict)
     vectors: Vectors = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -181,49 +186,49 @@ class Ask(Part, frozen=True, kw_only=True):
                 )
 
     def _rules(self) -> Iterator[tuple[str, bool]]:
-        """Yield what must hold of the fields together, each as text and whether it does."""
+        """Yield the error of every rule on several fields, and whether the rule holds."""
         distributed, local = self.placement == "distributed", self.placement == "local"
         promise, evaluates, counts = self.promise, self.metrics is not None, self.indicator is not None
-        less = f"keep_ratio={self.keep_ratio:g}, quantization_levels={self.quantization_levels}"
+        compression = f"keep_ratio={self.keep_ratio:g}, quantization_levels={self.quantization_levels}"
         whole = self.keep_ratio == 1 and not self.quantization_levels
         joint = 0.0 if self.indicator is None else math.hypot(self.indicator.clip_norm, self.indicator.scale / 2)
 
-        where = f"must be 0, 1 and 0 for placement={self.placement!r}, where clients add no share of the noise"
+        values = f"must be 0, 1 and 0 for placement={self.placement!r}, whose clients add no share of the noise"
         yield f"step={self.step!r}: must be a power of two, or 0 for no lattice", not self.step or math.frexp(self.step)[0] == 0.5
-        yield f"noise_std={self.noise_std:g}, {less}: {where}", distributed or (whole and not self.noise_std)
+        yield f"noise_std={self.noise_std:g}, {compression}: {values}", distributed or (whole and not self.noise_std)
 
         noise = f"noise_std={self.noise_std:g}: does not go with noise_multiplier={promise.noise_multiplier:g}"
         yield noise, not distributed or bool(self.noise_std) == bool(promise.noise_multiplier)
         yield (
-            "step, mask: must not be there for placement='local', where both are the client's own",
+            "step, mask: must not be set for placement='local', where each client chooses both",
             not (local and (self.step or self.mask is not None)),
         )
-        yield "own: must be there for placement='local' alone, where clients have terms of their own", local or not self.own
+        yield "own: must be set for placement='local' alone, where clients have terms of their own", local or not self.own
 
         yield f"clip_norm={promise.clip_norm:g}: must be 1 for an evaluation", not evaluates or promise.clip_norm == 1
         yield f"metrics: do not go with vectors={list(self.vectors)}", not (evaluates and self.vectors)
         yield "metrics: do not go with a mask or an indicator", not (evaluates and (self.mask is not None or counts))
 
-        pays = f"clip_norm={promise.clip_norm:g}: is less than {joint:g}, the norm of update and indicator together"
-        yield pays, joint <= promise.clip_norm * (1 + _ROUNDING)
-        yield "indicator: must not be there for placement='local', where the clip is the client's own", not (local and counts)
+        bound = f"clip_norm={promise.clip_norm:g}: must be at least {joint:g}, the norm of update and indicator together"
+        yield bound, joint <= promise.clip_norm * (1 + _ROUNDING)
+        yield "indicator: must not be set for placement='local', where each client clips by its own terms", not (local and counts)
 
         sent = "mask" if self.mask is not None else "indicator" if counts else "metrics" if evaluates else ""
-        yield f"{sent}: does not go with {less}, since it is sent as it was noised", whole or not sent
+        yield f"{sent}: does not go with {compression}, since it is sent as it was noised", whole or not sent
 
-    def in_run(self, run: str) -> Self:
-        """Return this ask with the id of its run, for clients with terms of their own; others are not told it."""
-        return replace(self, own={name: replace(one, run=run) for name, one in self.own.items()}) if self.own else self
+    def with_run_id(self, run: str) -> Self:
+        """Return this request with the id of its run, for clients with terms of their own; others do not receive the id."""
+        return replace(self, own={name: replace(local, run=run) for name, local in self.own.items()}) if self.own else self
 
     def row_length(self, length: int) -> int:
-        """Return the length of a client's row, given that of its update: one more with an indicator."""
+        """Return the length of a client's row, given the length of its update: one more with an indicator."""
         return length + (self.indicator is not None)
 
     def check_vectors(self, names: Sequence[str], length: int) -> None:
-        """Check that these vectors came with the model, and no others, each as long as the model.
+        """Check that exactly these vectors came with the model, each as long as the model.
 
         Raises:
-            ValueError: if not.
+            ValueError: naming the vectors that differ.
         """
         if set(self.vectors) != set(names):
             raise ValueError(f"vectors={sorted(self.vectors)} came with the model: this method works with {sorted(names)}")

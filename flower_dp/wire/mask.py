@@ -1,4 +1,4 @@
-"""The mask of a round: the coordinates that all of its clients keep before the clip. It follows from public numbers alone."""
+"""The mask of a round: the coordinates that all its clients keep before the clip. It follows from public numbers alone."""
 
 from functools import lru_cache
 
@@ -10,14 +10,14 @@ from flower_dp.wire.structs import Part
 
 
 class RoundMask(Part, frozen=True, kw_only=True, tag="seed"):
-    """A mask that both sides draw from one public seed.
+    """A mask that server and clients draw from one public seed.
 
     Attributes:
-        seed: public, drawn by the server for the round.
-        keep_ratio: part of the coordinates that is kept.
+        seed: public seed that the server draws for the round, in [0, 2^63).
+        keep_ratio: part of the coordinates that is kept, in (0, 1].
 
     Raises:
-        ValueError: for a value out of range, naming it.
+        ValueError: naming the value that is out of range.
 
     Example:
         >>> from flower_dp.wire import RoundMask
@@ -38,10 +38,10 @@ class RoundMask(Part, frozen=True, kw_only=True, tag="seed"):
 
 
 class SentMask(Part, frozen=True, kw_only=True, tag="bits"):
-    """A mask that the server has made of released numbers, and sends: a bit a coordinate.
+    """A mask that the server computes from released numbers, and sends: one bit per coordinate.
 
     Attributes:
-        bits: of the coordinates, 8 a byte; 1 keeps one. What the last byte has beyond the vector is 0.
+        bits: bits of the coordinates, 8 per byte; 1 keeps a coordinate. Bits of the last byte beyond the vector are 0.
 
     Example:
         >>> from flower_dp.wire import SentMask
@@ -62,7 +62,7 @@ class SentMask(Part, frozen=True, kw_only=True, tag="bits"):
         """Return the kept coordinates [k] of a vector [length], increasing.
 
         Raises:
-            ValueError: if the mask is of another length, or keeps nothing.
+            ValueError: if the mask has another length, or keeps no coordinate.
         """
         return _read(self.bits, length)
 
@@ -70,7 +70,8 @@ class SentMask(Part, frozen=True, kw_only=True, tag="bits"):
 PublicMask = RoundMask | SentMask
 
 
-@lru_cache(maxsize=4)  # a round asks several times
+# One round needs the same mask several times.
+@lru_cache(maxsize=4)
 def _drawn(seed: int, keep_ratio: float, length: int) -> np.ndarray:
     indices = random_mask(length, keep_ratio, np.random.default_rng(seed))
     indices.flags.writeable = False
@@ -81,9 +82,9 @@ def _drawn(seed: int, keep_ratio: float, length: int) -> np.ndarray:
 def _read(bits: bytes, length: int) -> np.ndarray:
     flags = np.unpackbits(np.frombuffer(bits, np.uint8))
     if len(bits) != (length + 7) // 8 or flags[length:].any():
-        raise ValueError(f"mask bits: {len(bits)} bytes are no mask of a vector with {length} entries")
+        raise ValueError(f"mask bits: {len(bits)} bytes do not fit a vector with {length} entries")
     indices = np.flatnonzero(flags)
     if not indices.size:
-        raise ValueError("mask bits: keep nothing")
+        raise ValueError("mask bits: must keep at least one coordinate")
     indices.flags.writeable = False
     return indices

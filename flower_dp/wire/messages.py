@@ -7,20 +7,20 @@ from typing import Any, TypeVar
 import numpy as np
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 
-from flower_dp.wire.answer import Answer, Refusal
+from flower_dp.wire.answer import Refusal, ReplyHeader
 from flower_dp.wire.arrays import with_vectors
 from flower_dp.wire.instruction import Instruction
 from flower_dp.wire.structs import KEY, PROTOCOL, REFUSED
 
 Record = TypeVar("Record", ArrayRecord, ConfigRecord, MetricRecord)
 
-# Records in a message: an honest one has fewer.
+# Records in a message: an honest message has fewer.
 _MOST_RECORDS = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordNames:
-    """Names of the records in which a client looks for the model and the configuration, to train and to evaluate.
+    """Names of the records that hold the model and the configuration, in training and in evaluation.
 
     Example:
         >>> from flower_dp.wire import MESSAGE_API, NUMPY_CLIENT
@@ -36,7 +36,7 @@ class RecordNames:
 
     @property
     def to_evaluate(self) -> "RecordNames":
-        """These record names, with those of an evaluation as `arrays` and `config`."""
+        """The same names, with the records of an evaluation as `arrays` and `config`."""
         return replace(self, arrays=self.evaluated_arrays, config=self.evaluated_config)
 
 
@@ -53,48 +53,45 @@ NUMPY_CLIENT = RecordNames(
 
 
 def client_query(node_id: int, message_type: str) -> Message:
-    """Return the question whom a node hosts: a `query`, or a `train` message without a model for an app that answers none."""
+    """Return the client query to a node: a `query` message, or a `train` message without a model for apps without queries."""
     return Message(RecordDict({KEY: ConfigRecord({"protocol": PROTOCOL})}), node_id, message_type)
 
 
 def is_client_query(message: Message) -> bool:
-    """Tell whether a message asks whom this node hosts."""
+    """Return whether a message is a client query."""
     return KEY in records_of(message.content, ConfigRecord) and not records_of(message.content, ArrayRecord)
 
 
 def train_message(
     node_id: int, record_names: RecordNames, arrays: ArrayRecord, config: Mapping[str, Any], instruction: Instruction
 ) -> Message:
-    """Return the message that asks one node to train in one round."""
+    """Return the request to one node to train in one round."""
     settings = ConfigRecord({**config, "server-round": instruction.server_round, KEY: instruction.to_json()})
     sent = with_vectors(arrays, instruction.ask.vectors)
     content = RecordDict({record_names.arrays: sent, record_names.config: settings})
     return Message(content, node_id, "train", group_id=str(instruction.server_round))
 
 
-def evaluate_message(node_id: int, record_names: RecordNames, *asked: Any) -> Message:
-    """Return the message that asks one node to evaluate the model in one round; the other arguments are those of training."""
-    message = train_message(node_id, record_names.to_evaluate, *asked)
+def evaluate_message(node_id: int, record_names: RecordNames, *arguments: Any) -> Message:
+    """Return the request to one node to evaluate the model in one round; `arguments` are those of `train_message`."""
+    message = train_message(node_id, record_names.to_evaluate, *arguments)
     message.metadata.message_type = "evaluate"
     return message
 
 
 def records_of(content: RecordDict, kind: type[Record]) -> dict[str, Record]:
-    """Return the records of one kind, by name.
-
-    A record set's own `array_records` and its sisters make circles of references: its arrays stay in memory until Python looks
-    for such circles.
-    """
+    """Return the records of one kind, by name."""
+    # `array_records` and the like make reference cycles, which keep the arrays in memory until the garbage collector runs.
     return {name: record for name, record in content.items() if isinstance(record, kind)}
 
 
 def instruction_of(config: Mapping[str, Any], arrays: Sequence[np.ndarray] = ()) -> Instruction:
-    """Return the instruction inside a config record or a NumPyClient's config, with the vectors of its ask.
+    """Return the instruction inside a config record or a NumPyClient's config, with the vectors of its request.
 
-    They are the last of the message's `arrays`; without these, as for a client that works with no vectors, they are refused.
+    The vectors are the last of the message's `arrays`. Without `arrays`, a request with vectors is refused.
 
     Raises:
-        ValueError: if there is none; a client of this package answers no other server, since nothing would tell it the clip.
+        ValueError: if there is no instruction. A client of this package replies to no other server, as none would name a clip.
     """
     text = config.get(KEY)
     if not isinstance(text, str):
@@ -108,16 +105,16 @@ def arrays_of(content: RecordDict) -> ArrayRecord:
     Raises:
         ValueError: if there is none or more than one.
     """
-    if len(found := records_of(content, ArrayRecord)) != 1:
-        raise ValueError(f"message has {len(found)} array records: must be 1")
-    return next(iter(found.values()))
+    if len(records := records_of(content, ArrayRecord)) != 1:
+        raise ValueError(f"message has {len(records)} array records: must be 1")
+    return next(iter(records.values()))
 
 
 def check_content(content: RecordDict, *, most_entries: int, most_bytes: int) -> int:
-    """Return how many bytes of arrays and of text a reply carries, if that is no more than an honest one can.
+    """Return the bytes of arrays and text of a reply, before anything in it is parsed.
 
     Raises:
-        ValueError: if there are too many records, entries of them or bytes; found out before anything is parsed.
+        ValueError: if the reply has more records, entries or bytes than an honest one can have.
     """
     entries = sum(len(record) for record in content.values()) if len(content) <= _MOST_RECORDS else 0
     if len(content) > _MOST_RECORDS or entries > most_entries:
@@ -128,27 +125,27 @@ def check_content(content: RecordDict, *, most_entries: int, most_bytes: int) ->
     return size
 
 
-def answer_of(content: RecordDict, asked: Sequence[str]) -> Answer | None:
-    """Return the answer of a client of this package, None for a stock client's reply.
+def answer_of(content: RecordDict, asked: Sequence[str]) -> ReplyHeader | None:
+    """Return the reply header of a client of this package; None for a stock client's reply.
 
     Raises:
-        ValueError: if an answer is malformed.
+        ValueError: if the header is malformed.
     """
     texts = [record[KEY] for record in records_of(content, ConfigRecord).values() if KEY in record]
     if not texts:
         return None
     if len(texts) != 1 or not isinstance(texts[0], str):
-        raise ValueError("reply has more than one answer, or one that is not text")
-    return Answer.from_json(texts[0], asked)
+        raise ValueError(f"reply has {len(texts)} entries {KEY!r}: must be one text")
+    return ReplyHeader.from_json(texts[0], asked)
 
 
 def refusal_reply(message: Message, refusal: Refusal) -> Message:
-    """Return the reply of a node that does nothing of what a message asks."""
+    """Return the reply of a node that declines a request as a whole."""
     return Message(RecordDict({KEY: ConfigRecord({REFUSED: refusal.to_json()})}), reply_to=message)
 
 
 def refusal_of(content: RecordDict) -> Refusal | None:
-    """Return why a whole node does not reply; None for a reply.
+    """Return the refusal of a whole node; None for any other reply.
 
     Raises:
         ValueError: if a refusal is malformed.
@@ -160,7 +157,7 @@ def refusal_of(content: RecordDict) -> Refusal | None:
 
 
 def reported_metrics(content: RecordDict) -> dict[str, float]:
-    """Return all numbers of a stock client's reply to an evaluation, by name: those of its metric and config records."""
+    """Return the numbers in the metric and config records of a stock client's reply to an evaluation, by name."""
     metrics: dict[str, float] = {}
     records: list[Any] = [*records_of(content, MetricRecord).values(), *records_of(content, ConfigRecord).values()]
     for record in records:
@@ -169,12 +166,12 @@ def reported_metrics(content: RecordDict) -> dict[str, float]:
 
 
 def content_bytes(content: RecordDict) -> int:
-    """Return how many bytes of arrays, text and numbers a message carries, names included."""
+    """Return the bytes of a message's arrays, texts and numbers, names included."""
     entries = [(name, value) for record in content.values() for name, value in record.items()]
     return sum(len(name) + (len(value.data) if isinstance(value, Array) else _value_bytes(value)) for name, value in entries)
 
 
 def _value_bytes(value: Any) -> int:
     if isinstance(value, list):
-        return 8 * len(value)  # whatever is in it: a forged list of texts is not worth the walk
+        return 8 * len(value)  # whatever it holds: a walk through a forged list of texts would cost too much
     return len(value) if isinstance(value, str | bytes) else 8

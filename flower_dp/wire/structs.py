@@ -1,4 +1,4 @@
-"""Text that crosses the wire: one closed, typed struct a text, read within a limit."""
+"""Texts that cross the wire: each holds one closed, typed struct, and is read within a size limit."""
 
 from collections.abc import Mapping
 from functools import cache
@@ -9,11 +9,11 @@ import numpy as np
 
 from flower_dp.core import checks
 
-# The key of ours in a config record, and the name of our record in query messages and replies.
+# This package's key in a config record, and the name of its record in query messages and replies.
 KEY = "flower-dp"
-# The key beside it under which a server names the frozen base of its model, by its SHA-256.
+# The key of the SHA-256 of the model's frozen base, beside `KEY`.
 BASE = "flower-dp-base"
-# The key of a refusal, where a whole node does not reply.
+# The key of a whole node's refusal.
 REFUSED = "flower-dp-refused"
 PROTOCOL = 5
 # Characters of an error, which may quote a forged text.
@@ -23,8 +23,8 @@ _MOST_ERROR = 500
 class Part(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """A value that crosses the wire, or a part of one.
 
-    The decoder refuses unknown and missing keys, values of another type, and numbers out of range. Its `__post_init__` runs at
-    construction and at decoding, so that a peer is refused whatever a constructor refuses. A field that nobody sets is not sent.
+    The decoder refuses unknown and missing keys, values of another type, and numbers out of range. `__post_init__` runs at
+    construction and at decoding, so a peer can send nothing that a constructor refuses. A field at its default is not sent.
     """
 
 
@@ -32,7 +32,7 @@ P = TypeVar("P", bound=Part)
 
 
 class _Protocol(msgspec.Struct):
-    # A tag of a struct would be optional; this field is not. Other keys are skipped, whatever they hold.
+    # A struct's tag would be optional; this field is required. Other keys are skipped, whatever they hold.
     protocol: Literal[5]
 
 
@@ -45,7 +45,7 @@ def read(kind: type[P], text: str, *, most: int) -> P:
     """Read a struct from a text of at most `most` characters.
 
     Raises:
-        ValueError: naming the place, if the text is longer, is not of this protocol, or is no such struct.
+        ValueError: naming the place, if the text is longer, is not of this protocol, or is not such a struct.
     """
     if len(text) > most:
         raise ValueError(f"{KEY!r} text has {len(text)} characters: at most {most}")
@@ -62,8 +62,8 @@ def _check_protocol(text: str) -> None:
     try:
         msgspec.json.decode(text, type=_Protocol)
     except msgspec.ValidationError:
-        same = "server and client need the same release of flower-dp"
-        raise ValueError(f"{KEY!r} text is not of protocol {PROTOCOL}: {same}") from None
+        remedy = "server and client need the same release of flower-dp"
+        raise ValueError(f"{KEY!r} text is not of protocol {PROTOCOL}: {remedy}") from None
     except (msgspec.DecodeError, RecursionError, UnicodeError):
         raise ValueError(f"{KEY!r} text is not JSON") from None
 
@@ -77,9 +77,9 @@ def _decoder(kind: type[Part]) -> msgspec.json.Decoder[Any]:
 
 
 def _plain(value: Any) -> Any:
-    """Return what JSON has for a value of NumPy's, and for a mapping that is no dict."""
+    """Return the JSON form of a NumPy value, or of a mapping that is not a dict."""
     if isinstance(value, np.ndarray):
-        return None  # it travels as an array; the text has its name
+        return None  # it is sent as an array; the text has its name
     if isinstance(value, np.generic):
         return value.item()
     if isinstance(value, Mapping):

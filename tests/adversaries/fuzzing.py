@@ -167,7 +167,16 @@ def trees(draw: st.DrawFn, table: dict[str, Any], most: int = 3) -> dict[str, An
 
 
 # Every key that any text of this package has: one that does not belong somewhere may be taken there.
-_STRUCTS = (wire.Instruction, wire.Ask, wire.Promise, wire.OwnAsk, wire.RoundMask, wire.SentMask, wire.Indicator, wire.Hosted)
+_STRUCTS = (
+    wire.Instruction,
+    wire.ReleaseRequest,
+    wire.Promise,
+    wire.LocalRequest,
+    wire.RoundMask,
+    wire.SentMask,
+    wire.Indicator,
+    wire.HostedClients,
+)
 _KEYS = (
     *sorted({name for one in _STRUCTS for name in inspect.signature(one).parameters}),
     *sorted({name for codec in CODECS.values() for name in codec.keys}),

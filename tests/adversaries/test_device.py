@@ -26,19 +26,19 @@ from flower_dp.clients import (
     model_arrays,
     privacy_mod,
 )
-from flower_dp.clients.account import KEY, LEDGER_PATH, StateAccount, why_not
-from flower_dp.clients.reasons import Declined
+from flower_dp.clients.account import KEY, LEDGER_PATH, NodeStateAccounts, refusal_reason
+from flower_dp.clients.refusal_messages import Declined
 from flower_dp.clients.reply import parts
 from flower_dp.core.metric_bounds import MetricBounds
 from flower_dp.core.sampling import PoissonSampling
 from flower_dp.privacy import accounting
-from flower_dp.privacy.client_terms import Terms
+from flower_dp.privacy.client_terms import ClientTerms
 from flower_dp.privacy.device_store import DeviceLedger
 from flower_dp.privacy.evaluation_budget import EvaluationBudget
 from flower_dp.privacy.events import Relation
 from flower_dp.privacy.fedsgd_dpc import gradient_terms
 from flower_dp.privacy.mechanisms import Gaussian, Laplace
-from flower_dp.wire import Answer, Ask, Instruction, OwnAsk, Promise
+from flower_dp.wire import Instruction, LocalRequest, Promise, ReleaseRequest, ReplyHeader
 from tests.asks import answered, ask, config_of, evaluated, forged, own_ask, own_instruction, reasons, replace
 from tests.grids import LocalGrid
 from tests.local_grids import context_of, linear, records
@@ -50,7 +50,7 @@ TRAINING = Training(learning_rate=0.1)
 ACCURACY = MetricBounds(bounds={"accuracy": 1.0})
 
 
-def instruction_of(method: str, asked: Ask, **keywords: Any) -> Instruction:
+def instruction_of(method: str, asked: ReleaseRequest, **keywords: Any) -> Instruction:
     return Instruction(**{"server_round": 1, "method": method, "clients": ("c0",), "ask": asked} | keywords)
 
 
@@ -86,7 +86,7 @@ def own_device(**keywords: Any) -> LocalDPClient:
 def paid(made: LocalDPClient) -> int:
     """How many replies such a device has been charged for."""
     assert made.context is not None
-    return StateAccount(made.context.state).replies("c0")
+    return NodeStateAccounts(made.context.state).replies("c0")
 
 
 # What a policy does not name
@@ -103,7 +103,7 @@ LIMITS = {
 def test_limits_of_training_hold_for_evaluations(limits: str) -> None:
     """Three evaluations with noise of std 1e-9 told a record exactly."""
     with pytest.raises(
-        Declined, match=r"of an evaluation: this client's policy asks for|an evaluation: this client's policy has"
+        Declined, match=r"of an evaluation: this client's policy requires at least|an evaluation: this client's policy has"
     ):
         device(LIMITS[limits]).evaluation(model(), config_of(evaluation()))
 
@@ -281,9 +281,9 @@ def test_no_message_lets_an_app_change_the_account(what: str, kind: str, on_devi
             with suppress(RuntimeError):
                 app(Message(RecordDict({"arrays": ZEROS}), 1, kind), context)
         content = app(nbafl(), context).content
-        sent += not wire.Answer.from_json(str(content[wire.KEY][wire.KEY]), ("a",)).refused
+        sent += not wire.ReplyHeader.from_json(str(content[wire.KEY][wire.KEY]), ("a",)).refused
     assert sent == 2
-    assert (ledger.read()["a"].replies if on_device else StateAccount(context.state).replies("a")) == 2
+    assert (ledger.read()["a"].replies if on_device else NodeStateAccounts(context.state).replies("a")) == 2
 
 
 @pytest.mark.parametrize(
@@ -452,19 +452,21 @@ def test_an_error_that_data_have_chosen_tells_the_server_nothing(ends: type[Base
 
 @pytest.mark.parametrize("engine", ["one_by_one", "batched"])
 @pytest.mark.parametrize("ends", [*ENDINGS, GeneratorExit], ids=lambda kind: kind.__name__)
-def test_an_exit_in_one_clients_data_decides_nothing_for_its_neighbours(ends: type[BaseException], engine: str) -> None:
+def test_an_exit_in_one_clients_data_decides_nothing_for_its_neighbors(ends: type[BaseException], engine: str) -> None:
     """In the first query, in training and in a private evaluation; at the first record that is read, or after some."""
     pairs = [(torch.ones(6), 1)] * 1024  # twice as many as are read at once
     late = DatasetRecords(dataset=Ending(ends, pairs))
     clients: Any = {"c0": Exiting(ending(ends)), "c1": DatasetRecords(dataset=pairs), "c2": late}
-    made = DPClient(model=linear(), clients=clients, training=replace(TRAINING, batch_size=64), device="cpu", engine=engine)
+    made = DPClient(
+        model=linear(), clients=clients, training=replace(TRAINING, batch_size=64), device="cpu", training_engine=engine
+    )
     assert "unable" not in json.loads(made.get_properties({})[wire.KEY])
     names = tuple(clients)
     for answer in (
         made.answer(model(), config_of(replace(training(), clients=names)))[1],
         made.evaluation(model(), config_of(replace(evaluation(), clients=names))),
     ):
-        assert set(Answer.from_json(answer[wire.KEY], names).refused) == {"c0", "c2"}
+        assert set(ReplyHeader.from_json(answer[wire.KEY], names).refused) == {"c0", "c2"}
 
 
 def test_an_interruption_is_no_failure_of_the_app_and_has_no_text() -> None:
@@ -482,10 +484,10 @@ def test_a_client_does_not_tell_its_own_terms() -> None:
     context = context_of()
     made = own_device(clients={"c0": records("c0", size=7)}, context=context)
     _, answer = made.answer(model(), config_of(local()))  # of 8 records
-    (reason,) = reasons(wire.Answer.from_json(answer[wire.KEY], ("c0",))).values()
+    (reason,) = reasons(wire.ReplyHeader.from_json(answer[wire.KEY], ("c0",))).values()
     assert "are not this client's own" in reason
     assert " of 7" not in reason
-    account = StateAccount(context.state)
+    account = NodeStateAccounts(context.state)
     account.note({"c0": (1, BUDGET.terms("c0", records("c0")).text)})
     own = BUDGET.terms("c0", records("c0", size=7))
     assert account.charge({"c0": own}, {}) == {"c0": wire.Refusal(reason="its account was opened on other terms")}
@@ -501,7 +503,7 @@ def test_an_app_with_terms_of_a_record_does_not_evaluate() -> None:
         method = "nbafl"
         pipeline = None
 
-        def terms(self) -> Terms:
+        def terms(self) -> ClientTerms:
             return BUDGET.terms("c0", records("c0"))
 
     budget, seen = EvaluationBudget(epsilon=1.0, num_evaluations=1), []
@@ -520,7 +522,7 @@ def test_an_app_with_terms_of_a_record_does_not_evaluate() -> None:
 
 def test_the_traceback_of_a_failing_reply_is_in_the_devices_log_once_and_never_told(monkeypatch: Any, caplog: Any) -> None:
     """The log had the error and its line alone. Of errors at one place, which data may make often, it has one traceback."""
-    monkeypatch.setattr("flower_dp.clients.reasons._traced", set())
+    monkeypatch.setattr("flower_dp.clients.refusal_messages._traced", set())
     texts = iter(("Jane Doe", "Jane Roe"))
 
     def clip(*arguments: Any) -> Any:
@@ -529,7 +531,9 @@ def test_the_traceback_of_a_failing_reply_is_in_the_devices_log_once_and_never_t
     monkeypatch.setattr(parts, "clip_l2", clip)
     for _ in range(2):
         _, answer = device(None).answer(model(), config_of(training()))
-        assert reasons(wire.Answer.from_json(answer[wire.KEY], ("c0",))) == {"c0": "training failed; the node's own log says why"}
+        assert reasons(wire.ReplyHeader.from_json(answer[wire.KEY], ("c0",))) == {
+            "c0": "training failed; the node's own log says why"
+        }
         assert "raceback" not in answer[wire.KEY]
     lines = [line for line in caplog.text.splitlines() if line.startswith("traceback | ")]
     assert lines[0] == "traceback | Traceback (most recent call last):"
@@ -563,20 +567,22 @@ def test_training_refuses_vectors_that_its_method_does_not_work_with() -> None:
 def test_terms_that_differ_in_one_word_are_other_terms() -> None:
     """An account that was opened on the one does not pay for the other."""
     opened = BUDGET.terms("c0", records("c0"))
-    assert opened.why_not(1, opened.text) is None
+    assert opened.refusal_reason(1, opened.text) is None
     for change in (
         {"unit": "client"},
         {"relation": "add-or-remove-one"},
         {"clip_norm": 2.0},
         {"mechanism": Gaussian(noise_multiplier=opened.release.mechanism.noise_multiplier)},
         {"sampler": PoissonSampling(sampling_rate=0.5)},
-        {"num_clients": 9},
+        {"num_units": 9},
     ):
         other = replace(opened, release=replace(opened.release, **change))
-        assert other.why_not(1, opened.text) is not None, change
+        assert other.refusal_reason(1, opened.text) is not None, change
         if "mechanism" not in change:
             promise = Promise(clip_norm=other.release.clip_norm, noise_multiplier=0.0)
-            assert why_not(other, promise, OwnAsk(weight=1.0, terms=opened.kind, noise_multiplier=0.0, number=1)), change
+            assert refusal_reason(
+                other, promise, LocalRequest(weight=1.0, terms=opened.fingerprint, noise_multiplier=0.0, number=1)
+            ), change
 
 
 @pytest.mark.parametrize("relation", ["replace-one", "add-or-remove-one"])
@@ -610,12 +616,12 @@ def test_a_servers_words_come_back_in_one_line_of_bounded_length(text: str, capl
                 make().answer(arrays, {wire.KEY: json.dumps(table)})
             said.append(str(declined.value))
     terms = BUDGET.terms("c0", records("c0"))
-    asked = OwnAsk(weight=1.0, terms=text, noise_multiplier=1.0, number=1)
-    said.append(why_not(terms, Promise(clip_norm=0.5, noise_multiplier=1.0), asked) or "\n")
+    asked = LocalRequest(weight=1.0, terms=text, noise_multiplier=1.0, number=1)
+    said.append(refusal_reason(terms, Promise(clip_norm=0.5, noise_multiplier=1.0), asked) or "\n")
     for one in (*said, *caplog.messages):
         assert one.isprintable()
         assert len(one) <= 1500
-    assert terms.kind in caplog.text  # which the device's owner has to see
+    assert terms.fingerprint in caplog.text  # which the device's owner has to see
 
 
 @pytest.mark.parametrize("seeded", [None, 7])

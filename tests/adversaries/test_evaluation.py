@@ -80,7 +80,7 @@ def test_evaluations_in_turn_are_charged_by_their_own_count(target, num_rounds):
         assert strategy.statement.epsilon <= target
         return
     assert times_asked(grid.sent)["evaluate"] == Counter(dict.fromkeys(range(1, CLIENTS + 1), 2))
-    assert max(strategy.statement.parts.values()) <= strategy.statement.epsilon
+    assert max(strategy.statement.epsilon_by_release.values()) <= strategy.statement.epsilon
     assert strategy.statement.epsilon == pytest.approx(true_epsilon(grid.sent), rel=1e-3)  # nor is more charged than was asked
 
 
@@ -109,7 +109,7 @@ def test_no_order_of_calls_asks_more_than_is_charged(calls, every, training, eva
             assert "no round was run" in str(error)  # noqa: PT017
     statement = strategy.statement
     assert true_epsilon(sent) <= statement.epsilon * (1 + 1e-6)
-    assert max(statement.parts.values()) <= statement.epsilon * (1 + 1e-6)
+    assert max(statement.epsilon_by_release.values()) <= statement.epsilon * (1 + 1e-6)
     assert statement.epsilon <= strategy.epsilon * (1 + 1e-6)
     if target is not None:
         assert statement.epsilon <= target
@@ -149,7 +149,7 @@ class Growing(LocalGrid):
 class Backwards(PoissonSampling):
     """A sampler of a user's own, whose cohorts and charges follow from the number of the round: it may count on the order."""
 
-    def choose(self, server_round, num_clients, rng):
+    def sample(self, server_round, num_clients, rng):
         return np.asarray([-server_round % num_clients])
 
     def event(self, release, server_round, num_clients):

@@ -12,11 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from flower_dp.apps import own_model
-from flower_dp.apps.device import own_settings
+from flower_dp.apps import user_app
+from flower_dp.apps.device_settings import own_settings
 from flower_dp.apps.methods import NOT_READ
 from flower_dp.clients import LocalDPClient
-from flower_dp.clients.node_client import NodeClient
+from flower_dp.clients.node_client import HostingClient
 from flower_dp.methods import METHODS
 from flower_dp.privacy import accounting
 from tests.adversaries.fuzzing import bounded, examples
@@ -33,9 +33,9 @@ def load_records(client: int, num_clients: int) -> tuple[torch.Tensor, torch.Ten
     return torch.randn(RECORDS, 3, generator=rng), torch.randint(2, (RECORDS,), generator=rng)
 
 
-def client_of(run_config: Mapping[str, Any], node_config: Mapping[str, Any]) -> NodeClient:
+def client_of(run_config: Mapping[str, Any], node_config: Mapping[str, Any]) -> HostingClient:
     context = Context(1, 1, dict(node_config), RecordDict(), dict(run_config))
-    return own_model.client_of(lambda: nn.Linear(3, 2), load_records, nn.functional.cross_entropy, context)
+    return user_app.client_of(lambda: nn.Linear(3, 2), load_records, nn.functional.cross_entropy, context)
 
 
 # What a device with a budget says in its node-config, and what its replies may cost at that: epsilon and delta.
@@ -83,7 +83,7 @@ def _value(default: Any) -> st.SearchStrategy[Any]:
     return st.one_of(st.sampled_from([0.0, 0.1, 0.5, 0.999, 1.0, 2.0, 30.0, 1e-9, 1e9, math.inf, math.nan]), st.floats(0, 10))
 
 
-def refused_or_made(run: dict[str, Any], node: dict[str, Any]) -> NodeClient | None:
+def refused_or_made(run: dict[str, Any], node: dict[str, Any]) -> HostingClient | None:
     """Return the client; None if the settings are refused, with a line for each that is wrong."""
     with bounded():
         try:
@@ -93,7 +93,7 @@ def refused_or_made(run: dict[str, Any], node: dict[str, Any]) -> NodeClient | N
             return None
 
 
-def assert_budget(client: NodeClient, method: str) -> None:
+def assert_budget(client: HostingClient, method: str) -> None:
     """All replies of the device's clients cost no more than its own budget, by the accountant of the package."""
     _, epsilon, delta = OWN[method]
     assert isinstance(client, LocalDPClient)
@@ -110,7 +110,7 @@ def assert_budget(client: NodeClient, method: str) -> None:
             assert accounting.epsilon(event, delta=delta, relation=terms.release.relation).epsilon <= epsilon * (1 + 1e-3)
 
 
-def assert_policy(client: NodeClient, method: str) -> None:
+def assert_policy(client: HostingClient, method: str) -> None:
     policy = client.policy
     assert (policy.max_clip_norm, policy.min_noise_multiplier) == (0.7, 2.0)
     assert policy.min_noise_std is not None
@@ -119,7 +119,7 @@ def assert_policy(client: NodeClient, method: str) -> None:
 
 
 LOOSE = 1 + 1e-6
-LIMITS = {"noise-multiplier": 2.0, "clip-norm": 0.7, "delta": 1e-3, "placement": "distributed", "trusted-server": True}
+LIMITS = {"noise-multiplier": 2.0, "clip-norm": 0.7, "delta": 1e-3, "placement": "distributed", "server-completes-noise": True}
 KINDS: dict[str, tuple[dict[str, Any], Any]] = {
     **{method: (own, assert_budget) for method, (own, *_) in OWN.items()},
     **{

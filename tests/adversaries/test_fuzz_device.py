@@ -31,14 +31,14 @@ from flower_dp.clients import (
     model_arrays,
     privacy_mod,
 )
-from flower_dp.clients.account import StateAccount
-from flower_dp.clients.reasons import SEE_LOG
+from flower_dp.clients.account import NodeStateAccounts
+from flower_dp.clients.refusal_messages import SEE_LOG
 from flower_dp.clients.reply import parts
 from flower_dp.core.metric_bounds import MetricBounds
-from flower_dp.privacy.client_terms import Terms
+from flower_dp.privacy.client_terms import ClientTerms
 from flower_dp.privacy.device_store import evaluation_account
 from flower_dp.privacy.evaluation_budget import EvaluationBudget
-from flower_dp.wire import Answer, Instruction
+from flower_dp.wire import Instruction, ReplyHeader
 from tests.adversaries.fuzzing import THOROUGH, bounded, contents, examples, texts
 from tests.asks import ask, own_ask, saying
 from tests.contracts import METHODS, NUM_RECORDS, Method, Words
@@ -64,7 +64,7 @@ LONGEST = 1100
 BY_LABEL = {method.label: method for method in OWN}
 
 
-# Variants whose devices have code of their own: a regulariser, a public mask, another noise.
+# Variants whose devices have code of their own: a regularizer, a public mask, another noise.
 MORE = {"dp-fedavg, BLURS", "fed-smp", "fedsgd-dpc gaussian"}
 
 
@@ -176,7 +176,7 @@ def sent(method: Method) -> list[Message]:
     if method in LOCAL:
         terms = {name: own_terms(method, name)["evaluate"] for name in HOSTED}
         asked = own_ask(
-            {name: (1.0, one.kind, one.release.mechanism.noise_multiplier) for name, one in terms.items()}, metrics=metrics
+            {name: (1.0, one.fingerprint, one.release.mechanism.noise_multiplier) for name, one in terms.items()}, metrics=metrics
         )
     else:
         asked = ask(
@@ -280,7 +280,7 @@ def changed(draw: st.DrawFn, label: str, most: int = 3) -> list[Message]:
     return out
 
 
-def answer_in(reply: Message, message: Message) -> Answer:
+def answer_in(reply: Message, message: Message) -> ReplyHeader:
     """The answer of a reply, read as its server would."""
     answer = wire.answer_of(reply.content, instruction_of(message).clients)
     assert answer is not None
@@ -406,7 +406,7 @@ def local(
 
 
 @cache
-def own_terms(method: Method, name: str) -> dict[str, Terms]:
+def own_terms(method: Method, name: str) -> dict[str, ClientTerms]:
     """A client's own terms of training and of evaluation."""
     client = method.client(WORDS, model=linear(), clients={name: data_of(name, False)})
     train = client.recipe.terms(name, data_of(name, False))
@@ -414,7 +414,7 @@ def own_terms(method: Method, name: str) -> dict[str, Terms]:
 
 
 def spent(context: Context) -> dict[str, int]:
-    account = StateAccount(context.state)
+    account = NodeStateAccounts(context.state)
     names = [one for name in HOSTED for one in (name, evaluation_account(name))]
     return {name: account.replies(name) for name in names}
 
@@ -423,8 +423,8 @@ def norm_of(values: np.ndarray, kind: str) -> float:
     return float(np.abs(values).sum() if kind == "l1" else np.linalg.norm(values))
 
 
-def assert_neighbours(rows: list[Row], others: list[Row]) -> None:
-    """What neighbours noise differs by no more than the noise is made for: half of that is a release's clip norm.
+def assert_neighbors(rows: list[Row], others: list[Row]) -> None:
+    """What neighbors noise differs by no more than the noise is made for: half of that is a release's clip norm.
 
     Steps with noise of their own move two runs apart, so only the first of each reply is compared.
     """
@@ -455,7 +455,7 @@ def test_no_message_moves_a_device_from_its_own_terms(label: str, data: st.DataO
     terms = own_terms(method, "c0")
     if already := data.draw(st.integers(0, WORDS.replies)):
         for one in (device, twin):
-            StateAccount(one.context.state).note({name: (already, own_terms(method, name)["train"].text) for name in HOSTED})
+            NodeStateAccounts(one.context.state).note({name: (already, own_terms(method, name)["train"].text) for name in HOSTED})
     messages = data.draw(changed(label))
     for message in messages:
         kind, before = message.metadata.message_type, spent(device.context)
@@ -476,7 +476,7 @@ def test_no_message_moves_a_device_from_its_own_terms(label: str, data: st.DataO
             assert row.noise.noise_std >= own.noise_scale
         assert (reply is None, why) == (twins is None, twins_why)  # no record decides what is told
         assert spent(twin.context) == after
-        assert_neighbours(rows, others)
+        assert_neighbors(rows, others)
         if reply is not None and twins is not None:
             answer = answer_in(reply, message)
             assert answer.refused == answer_in(twins, message).refused

@@ -127,7 +127,7 @@ def test_a_changed_model_is_the_runs_own_or_refused(data: st.DataObject, place: 
     module = nn.Linear(3, 2)
     with bounded():
         try:
-            RunFolder(place / "changed").model_into(module)
+            RunFolder(place / "changed").load_model_into(module)
         except ValueError as error:
             assert str(place) in str(error)
         else:

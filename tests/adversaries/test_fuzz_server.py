@@ -20,7 +20,7 @@ from flower_dp.clients import FedSGDDPCRecipe, LocalDPClient, client_app, model_
 from flower_dp.core import compression
 from flower_dp.core.sampling import FullSampling
 from flower_dp.strategies import DPFedSAM, DPStrategy, FedSGDDPC, LocalEvaluation, PrivateEvaluation
-from flower_dp.wire import Hosted, hosted_of
+from flower_dp.wire import HostedClients, hosted_of
 from tests.adversaries.fuzzing import TEXTS, THOROUGH, bounded, contents, examples, npy, texts, values
 from tests.adversaries.test_fuzz_device import BOUNDS, BUDGET, data_of
 from tests.contracts import METHODS, Method, Words, dp_client
@@ -55,7 +55,7 @@ def own_client(_: Words, **words: Any) -> LocalDPClient:
 # Private evaluations, and whose client answers.
 EVALUATIONS: dict[str, tuple[Any, Any]] = {
     "an evaluation with the server's noise": evaluating(placement="central"),
-    "an evaluation without a trusted server": evaluating(placement="distributed", trusted_server=False),
+    "an evaluation without a trusted server": evaluating(placement="distributed", server_completes_noise=False),
     "an evaluation of single clients": (own_evaluation, own_client),
 }
 BY_LABEL = {method.label: method for method in METHODS}
@@ -274,7 +274,7 @@ def test_an_array_of_a_dtype_that_does_not_exist_is_refused_with_a_reason(descr:
 # The client query
 
 
-ANSWER = Hosted(names=("c0", "c1"), methods=frozenset({"dp-fedavg", "private-evaluation"})).to_json()
+ANSWER = HostedClients(names=("c0", "c1"), methods=frozenset({"dp-fedavg", "private-evaluation"})).to_json()
 
 
 @st.composite

@@ -1,6 +1,6 @@
 """A server that lies: models, second vectors and round numbers that are chosen to undo a proof of sensitivity.
 
-Neighbouring record sets, the replaced record in the same place of the same random choice. What is measured is u, the sum of the
+Neighboring record sets, the replaced record in the same place of the same random choice. What is measured is u, the sum of the
 clipped gradients on the lattice, directly before its noise, against the distance that the noise is made for.
 """
 
@@ -17,8 +17,8 @@ from flwr.app import Array, ArrayRecord
 from torch import Tensor, nn
 
 from flower_dp.clients import DPFedPAQRecipe, FlatModel, LocalDPClient, ScaffoldRecipe, TensorRecords
-from flower_dp.clients.kept import KEY as KEPT
-from flower_dp.clients.reply.pipeline import Job
+from flower_dp.clients.client_vectors import KEY as KEPT
+from flower_dp.clients.reply.pipeline import ClientJob
 from flower_dp.clients.training.clipped_steps import ConvexModel
 from flower_dp.privacy.dp_fedpaq import FedPAQSteps, update_terms
 from flower_dp.privacy.mechanisms import Gaussian
@@ -62,7 +62,7 @@ def sum_of(
     recipe = ScaffoldRecipe(steps=steps, epsilon=math.inf, delta=0.1, num_replies=1, loss=loss, common=drift)
     pipeline = recipe.pipeline(release_of(steps, len(data)), model=model, server_round=server_round)
     rng = np.random.default_rng(seed)
-    (trained,) = pipeline.train.rows(weights, [Job(name="", records=data, seed=0, secret=lambda: rng)])
+    (trained,) = pipeline.train.rows(weights, [ClientJob(name="", records=data, seed=0, secret=lambda: rng)])
     return trained if isinstance(trained, Exception) else pipeline.clip(trained[0]).to(torch.float64)
 
 
@@ -75,7 +75,7 @@ def moved(one: Tensor | Exception, other: Tensor | Exception) -> float | None:
     return float(torch.linalg.vector_norm(one - other))
 
 
-# A search: whatever the server sends, no neighbours are further apart than the noise is made for
+# A search: whatever the server sends, no neighbors are further apart than the noise is made for
 
 
 def adversarial(rng: torch.Generator, size: int) -> Tensor:
@@ -96,7 +96,7 @@ def adversarial(rng: torch.Generator, size: int) -> Tensor:
     return values.to(torch.float32)
 
 
-def neighbours(rng: torch.Generator, size: int, features: int, weights: Tensor, loss: Any) -> tuple[TensorRecords, TensorRecords]:
+def neighbors(rng: torch.Generator, size: int, features: int, weights: Tensor, loss: Any) -> tuple[TensorRecords, TensorRecords]:
     """Record sets that differ in one record. Targets of squared errors lie at the scores of the server's model."""
     inputs = torch.randn(size, features, generator=rng, dtype=torch.float64)
     inputs = inputs * 10 ** (6 * torch.rand(size, 1, generator=rng, dtype=torch.float64) - 3)
@@ -135,7 +135,7 @@ def network() -> nn.Module:
         ("scaffold", "convex-glm", SOFTMAX),
     ],
 )
-def test_no_model_of_the_servers_moves_neighbours_further_apart(sensitivity, loss, method):
+def test_no_model_of_the_servers_moves_neighbors_further_apart(sensitivity, loss, method):
     steps = steps_of(sensitivity)
     rng = torch.Generator().manual_seed(7)
     largest, refused = 0.0, 0
@@ -147,7 +147,7 @@ def test_no_model_of_the_servers_moves_neighbours_further_apart(sensitivity, los
         weights = adversarial(rng, size)
         drift = adversarial(rng, size) if method == "scaffold" else None
         number = int(10 ** float(18 * torch.rand(1, generator=rng))) if trial % 3 == 0 else 1
-        pair = neighbours(rng, steps.num_records, features, weights, loss)
+        pair = neighbors(rng, steps.num_records, features, weights, loss)
         made = (sum_of(module, steps, data, loss, weights=weights, drift=drift, server_round=number, seed=trial) for data in pair)
         apart = moved(*made)
         refused += apart is None

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 from flower_dp import clients as dp
 from flower_dp.clients import DatasetRecords, FlatModel, RecordMetrics, TensorRecords
-from flower_dp.clients.reasons import UNFIT
+from flower_dp.clients.refusal_messages import UNFIT
 from flower_dp.clients.reply.parts import RecordClip
-from flower_dp.clients.reply.pipeline import Job, Reply
+from flower_dp.clients.reply.pipeline import ClientJob, Reply
 from flower_dp.clients.training import record_clipping
 from flower_dp.clients.training.record_clipping import clipped_sum
 from flower_dp.privacy.dp_fedpaq import FedPAQSteps
@@ -130,7 +130,9 @@ RECIPES: dict[str, tuple[Any, int]] = {
 def answer_of(recipe: Any, flat: FlatModel, records: Any) -> Any:
     release = recipe.terms("a", records).release
     pipeline = recipe.pipeline(release, model=flat, server_round=1)
-    (answer,) = pipeline.replies(flat.vector.clone(), [Job(name="a", records=records, seed=0, secret=np.random.default_rng)])
+    (answer,) = pipeline.replies(
+        flat.vector.clone(), [ClientJob(name="a", records=records, seed=0, secret=np.random.default_rng)]
+    )
     return answer
 
 
@@ -330,7 +332,7 @@ def total(flat: FlatModel, records: Any, positions: Tensor | None = None, *, los
 @with_parts(MODELS, **{"mlp": 64, "convolution": 5, "spectral norm": 5})
 def test_a_bad_record_leaves_every_other_contribution_as_it_is(name, part, monkeypatch):
     """Bit for bit: as if in its place were a record of no class, which counts as zero and is computed with the others."""
-    monkeypatch.setitem(record_clipping._MOST_RECORDS, "cpu", part)
+    monkeypatch.setitem(record_clipping._MAX_RECORDS, "cpu", part)
     build, inputs = MODELS[name]
     flat = made(build)
     items = [(one, place % CLASSES) for place, one in enumerate(inputs(SIZE))]
@@ -344,7 +346,7 @@ def test_a_bad_record_leaves_every_other_contribution_as_it_is(name, part, monke
 @with_parts(["linear", "mlp", "convolution", "spectral norm", "dropout", "a count"])
 def test_nor_does_a_record_for_which_the_loss_raises(name, part, monkeypatch):
     """Then a chunk is computed again without it, each of the others in its place; a record of NaN counts as zero as well."""
-    monkeypatch.setitem(record_clipping._MOST_RECORDS, "cpu", part)
+    monkeypatch.setitem(record_clipping._MAX_RECORDS, "cpu", part)
     build, inputs = MODELS[name]
     flat = made(build)
     items = [(one, place % CLASSES) for place, one in enumerate(inputs(SIZE))]
@@ -357,7 +359,7 @@ def test_nor_does_a_record_for_which_the_loss_raises(name, part, monkeypatch):
 
 
 def test_a_forward_pass_that_changes_weights_changes_no_other_record(monkeypatch):
-    monkeypatch.setitem(record_clipping._MOST_RECORDS, "cpu", 4)
+    monkeypatch.setitem(record_clipping._MAX_RECORDS, "cpu", 4)
     flat, items = made(lambda: Shrinking(FEATURES, CLASSES)), honest()
     monkeypatch.setattr(Shrinking, "weights", [flat.vector], raising=False)
     start = flat.vector.clone()
@@ -421,7 +423,7 @@ def of_largest_by_numpy(batch: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("transform", [of_largest, of_largest_by_numpy, lambda batch: batch + torch.rand(len(batch), 1)])
 def test_a_transform_sees_one_record_at_a_time(transform):
-    """Whatever it does with a batch; vectorised or not."""
+    """Whatever it does with a batch; vectorized or not."""
     flat, items = made(lambda: nn.Linear(FEATURES, CLASSES)), honest()
 
     def contributions(values: Tensor) -> Tensor:

@@ -23,13 +23,13 @@ def looped(strategy, asked, shift=0.1):
     """The rounds that were charged of those that a loop asks for; an empty cohort is charged, too."""
     grid, ran = LocalGrid(stock_app(shifted(lambda node: shift)), 2), []
     for server_round in asked:
-        before = strategy.statement.num_rounds
+        before = strategy.statement.num_charged_rounds
         try:
             messages = strategy.configure_train(server_round, MODEL, ConfigRecord(), grid)
         except ValueError as error:
             assert "no round was run" in str(error)  # noqa: PT017
             continue
-        if strategy.statement.num_rounds > before:
+        if strategy.statement.num_charged_rounds > before:
             strategy.aggregate_train(server_round, grid.send_and_receive(messages))
             ran.append(server_round)
     return ran

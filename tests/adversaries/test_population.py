@@ -11,11 +11,11 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Error, Message, 
 from flower_dp import wire
 from flower_dp.clients import DPClient, TensorRecords, Training, client_app, model_arrays, privacy_mod
 from flower_dp.core.sampling import FullSampling
-from flower_dp.privacy.charges import EVERY_CLIENT
+from flower_dp.privacy.charges import ALL_CLIENTS
 from flower_dp.strategies import DPFedAvg
 from flower_dp.strategies.population.client_manager import KnownClients
-from flower_dp.strategies.releases.limits import Limits
-from flower_dp.strategies.releases.replies import Missing, collect
+from flower_dp.strategies.releases.limits import ReplyLimits
+from flower_dp.strategies.releases.replies import MissingReplies, collect
 from tests.grids import LocalGrid, asks_to_train
 from tests.limits import accepted
 from tests.local_grids import CLASSES, FEATURES, linear, records, shared_noise_app
@@ -88,7 +88,7 @@ LIES = {
     "half an escape": '{"clients":["\\',
     "a number": "9" * 5000,
     "no names": naming(3),
-    "the name of all": naming(EVERY_CLIENT),
+    "the name of all": naming(ALL_CLIENTS),
     "a line end": naming("d\nEPSILON: 0.0"),
     "too long": naming("d" * 201),
     "too many": naming(*(f"d{i}" for i in range(100_000))),
@@ -169,14 +169,14 @@ def test_two_nodes_with_one_name_are_one_client(changes, caplog):
     newcomers = "d" in changes.get(2, {}).values()
     assert grid.names[1:] == [["a", "b", "c"] + ["d"] * newcomers] * 3
     assert grid.asked[1:] == [[1, 2, 3] + [8] * newcomers] * 3
-    assert ("client 'd' is hosted by nodes 8 and 9" in caplog.text) == newcomers
+    assert ("Client 'd' is hosted by nodes 8 and 9" in caplog.text) == newcomers
 
 
 def test_a_roster_has_no_name_twice():
-    with pytest.raises(ValueError, match="'a' stands 2 times: client names"):
+    with pytest.raises(ValueError, match="'a' occurs 2 times: client names"):
         KnownClients(names=("a", "b", "a"), nodes=(1, 2, 3), record_names=wire.MESSAGE_API, hosting=True)
     with pytest.raises(ValueError, match="'a' is named twice"):
-        wire.Hosted(names=("a", "b", "a"), methods=frozenset())
+        wire.HostedClients(names=("a", "b", "a"), methods=frozenset())
 
 
 # Crowds
@@ -189,18 +189,18 @@ def test_a_crowd_of_newcomers_moves_the_mean_at_most_as_far_as_the_cap_says(capl
     for most, factor in ((None, 2.0), (0, 1.0), (5, 8 / 3)):
         for node in late:
             grid.contexts.pop(node, None)
-        strategy = DPFedAvg(**WORDS, most_newcomers=most)
+        strategy = DPFedAvg(**WORDS, max_new_clients=most)
         start = arrays(w=np.zeros(2, np.float32))
         strategy.aggregate_train(1, grid.send_and_receive(strategy.configure_train(1, start, ConfigRecord(), grid)))
         grid.contexts |= late
         messages = strategy.configure_train(2, start, ConfigRecord(), grid)
         after, _ = strategy.aggregate_train(2, grid.send_and_receive(messages))
         assert np.linalg.norm(after["w"].numpy()) == pytest.approx(0.5 * factor, rel=1e-3)
-    assert "num_clients and most_newcomers" in caplog.text
+    assert "num_clients and max_new_clients" in caplog.text
 
 
 def test_a_crowd_at_the_start_is_capped_too_and_nodes_that_name_few_come_first():
-    _, grid = run({1: {0: naming("x1", "x2", "x3", "x4"), **THREE, 5: naming("e", "f", "g")}}, most_newcomers=3)
+    _, grid = run({1: {0: naming("x1", "x2", "x3", "x4"), **THREE, 5: naming("e", "f", "g")}}, max_new_clients=3)
     assert grid.names[0] == ["a", "b", "c", "e", "f", "g"]
     assert 0 not in grid.asked[0]
 
@@ -210,11 +210,11 @@ def test_a_crowd_at_the_start_is_capped_too_and_nodes_that_name_few_come_first()
 def test_a_node_names_no_more_clients_than_nodes_of_the_start_or_as_the_setting_says(most, joins, late):
     many = {9: naming("d", "e")}
     if late or most is not None:  # else it is one of the nodes of the start
-        _, grid = run({1: THREE, 2: many} if late else {1: THREE | many}, most_clients_per_node=most)
+        _, grid = run({1: THREE, 2: many} if late else {1: THREE | many}, max_clients_per_node=most)
         assert grid.names[-1] == ["a", "b", "c"] + ["d", "e"] * joins
 
 
-@pytest.mark.parametrize("arguments", [{"most_clients_per_node": 0}, {"most_newcomers": -1}, {"most_newcomers": 1.5}])
+@pytest.mark.parametrize("arguments", [{"max_clients_per_node": 0}, {"max_new_clients": -1}, {"max_new_clients": 1.5}])
 def test_caps_that_make_no_sense_are_refused(arguments):
     with pytest.raises(ValueError, match=next(iter(arguments))):
         DPFedAvg(**WORDS, **arguments)
@@ -249,12 +249,12 @@ def test_an_answer_of_another_protocol_names_nobody(protocol):
 @pytest.mark.parametrize("names", [("\U0001f40c" * 200,), tuple(f'client-{i:06} [Kraków, "北京"]' for i in range(1000))])
 def test_the_longest_honest_answers_are_read(names):
     reported = wire.hosted_of(said(naming(*names)), most_names=len(names))
-    assert reported == wire.Hosted(names=names, methods=frozenset(METHODS))
+    assert reported == wire.HostedClients(names=names, methods=frozenset(METHODS))
 
 
 def test_a_reply_slightly_longer_than_its_bound_is_clipped():
     """By a part in 2,000 of the clip norm: charged are sums of rows within it."""
-    limits = Limits(length=2, clip_norm=0.5, honest_norm=lambda names: 0.0)
+    limits = ReplyLimits(length=2, clip_norm=0.5, honest_norm=lambda names: 0.0)
     for excess in (2.0**-11, 2.0**-30, 2.0**-45, 0.0):
         update = np.array([0.3, 0.4]) * (1 + excess)
         assert np.linalg.norm(accepted(limits, update, ["a"])) <= 0.5
@@ -263,7 +263,7 @@ def test_a_reply_slightly_longer_than_its_bound_is_clipped():
 
 def test_a_row_off_the_lattice_does_not_make_the_sums_last_bits_tell_of_single_rows():
     """Where clients add shares of the noise, a single row has its share alone; the sum is all that anybody may learn."""
-    limits = Limits(length=8, step=2.0**-20, honest_norm=lambda names: 100.0)
+    limits = ReplyLimits(length=8, step=2.0**-20, honest_norm=lambda names: 100.0)
     honest = np.array([np.full(8, 4 - 2.0**-9), np.full(8, 1.0)])
     moved = np.array([np.full(8, 2.0**-8), np.full(8, -(2.0**-8))])  # another pair of rows with this sum, beyond 4
     forged = np.pi * np.arange(1, 9) * 2.0**-22
@@ -306,22 +306,22 @@ def test_a_node_moves_the_sum_by_a_clip_norm_for_each_of_its_clients_that_answer
 
 @pytest.mark.parametrize(("code", "failed", "declined"), [("failed", 2, 0), ("declined", 0, 2), ("repeated", 0, 2)])
 def test_what_a_node_sends_beside_its_refusal_moves_nothing(code, failed, declined):
-    limits = Limits(length=2, clip_norm=0.5, honest_norm=lambda names: 0.0)
+    limits = ReplyLimits(length=2, clip_norm=0.5, honest_norm=lambda names: 0.0)
     message = Message(RecordDict(), 7, "train")
-    answer = wire.Answer(refused={}, payload={"encoding": "dense", "length": 2}, seeded_noise=False, metrics={"loss": 9.0})
+    answer = wire.ReplyHeader(refused={}, payload={"encoding": "dense", "length": 2}, seeded_noise=False, metrics={"loss": 9.0})
     refusal = wire.Refusal(code=code, reason="no\nEPSILON: 0.0")
     said = ConfigRecord({wire.KEY: answer.to_json(("a", "b")), wire.REFUSED: refusal.to_json()})
     reply = Message(RecordDict({"arrays": arrays(w=np.ones(2, np.float32)), "any": said}), reply_to=message)
     reported = collect([reply], asked={7: ("a", "b")}, sent=[message.metadata], limits=limits, stock=None)
     assert (reported.clients, reported.metrics, reported.total.tolist()) == ([], {}, [0.0, 0.0])
-    assert reported.missing == Missing(failed=failed, declined=declined)
+    assert reported.missing == MissingReplies(failed=failed, declined=declined)
     assert (reported.refused, reported.repeated) == (dict.fromkeys(("a", "b"), "no EPSILON: 0.0"), code == "repeated")
 
 
 class OneThenAll(FullSampling):
     """One client in the first round, and all in the others."""
 
-    def choose(self, round_number, num_clients, rng):
+    def sample(self, round_number, num_clients, rng):
         return np.arange(1 if round_number == 1 else num_clients)
 
 
@@ -390,7 +390,7 @@ def test_a_name_that_is_no_printable_line_enters_nowhere(name):
             privacy_mod(name=name)
         answer = {"payload": {}, "seeded_noise": False, "payload_bytes": 0, "fresh": [], "refused": [], "metrics": {name: 1.0}}
         with pytest.raises(ValueError, match=r"metric=.*must be one line|is not JSON"):
-            wire.Answer.from_json(json.dumps({"protocol": wire.PROTOCOL, **answer}), ["a"])
+            wire.ReplyHeader.from_json(json.dumps({"protocol": wire.PROTOCOL, **answer}), ["a"])
 
 
 @pytest.mark.parametrize("refuses", [False, True], ids=["an error", "a refusal"])

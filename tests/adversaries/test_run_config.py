@@ -10,8 +10,8 @@ import torch
 from flwr.app import Context, RecordDict
 from torch import nn
 
-from flower_dp.apps import client_app, own_model
-from flower_dp.apps.device import own_settings
+from flower_dp.apps import client_app, user_app
+from flower_dp.apps.device_settings import own_settings
 from flower_dp.apps.methods import table_of
 from flower_dp.apps.settings import DEALT, FUNCTIONS, Settings, key_of
 from flower_dp.methods import METHODS
@@ -32,7 +32,7 @@ def hosted(run_config, **node):
     """The client of a node of somebody's own app."""
     node = {"partition-id": 0, "num-partitions": 4, **node}
     context = Context(1, 1, node, RecordDict(), {**SERVERS, **run_config})
-    return own_model.client_of(lambda: nn.Linear(3, 2), load_records, nn.functional.cross_entropy, context)
+    return user_app.client_of(lambda: nn.Linear(3, 2), load_records, nn.functional.cross_entropy, context)
 
 
 def dealt(run_config, **node):
@@ -149,17 +149,22 @@ def test_shared_noise_is_that_of_the_devices_own_cohort():
 
 @pytest.mark.parametrize(
     "mine",
-    [OWN, {"evaluation.every": 2, "evaluation.epsilon": 0.5}, {"num-clients": 4}, {"data-fn": "", "learning-rate": 0.1}],
+    [
+        OWN,
+        {"private-evaluation.every": 2, "private-evaluation.epsilon": 0.5},
+        {"num-clients": 4},
+        {"data-fn": "", "learning-rate": 0.1},
+    ],
     ids=["a budget", "evaluation", "num-clients", "two others"],
 )
 def test_a_device_that_sets_anything_sends_no_metrics_unasked(mine):
     """A server's `report-client-metrics=true` once got the exact training loss of a device that had set only its budget."""
-    asked = {"report-client-metrics": True, "evaluation.every": 2, "evaluation.epsilon": 9.0}
+    asked = {"report-client-metrics": True, "private-evaluation.every": 2, "private-evaluation.epsilon": 9.0}
     assert hosted(asked).policy.allow_metrics
     client = hosted(asked, **mine)
     assert not client.policy.allow_metrics
     budget = client.evaluation_budget
-    assert (budget.epsilon if budget else None) == mine.get("evaluation.epsilon")
+    assert (budget.epsilon if budget else None) == mine.get("private-evaluation.epsilon")
     assert hosted(asked, **mine, **{"report-client-metrics": True}).policy.allow_metrics
 
 
@@ -172,5 +177,5 @@ def test_the_page_says_of_every_setting_whose_word_counts():
     page = (ROOT / "docs" / "deployment.md").read_text()
     table = page.partition("### What a device takes from the server")[2].partition("\n## ")[0]
     answer = set(re.findall(r"`([a-z-]+)`", table))
-    keys = {key_of(field.name) for field in fields(Settings)} | set(FUNCTIONS)
+    keys = {key_of(field.name) for field in fields(Settings)} - {"evaluation"} | {"private-evaluation"} | set(FUNCTIONS)
     assert not keys - answer

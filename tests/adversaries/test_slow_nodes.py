@@ -14,7 +14,7 @@ from flower_dp.clients import model_arrays
 from flower_dp.core.sampling import FullSampling
 from flower_dp.strategies import DPFedAvg
 from flower_dp.strategies.exchange.stream import Replies
-from flower_dp.strategies.population import pulled
+from flower_dp.strategies.population import grid_replies
 from flower_dp.strategies.population.client_manager import ClientManager
 from tests.grids import LocalGrid, asks_to_train
 from tests.http_grids import LocalHttpGrid
@@ -200,7 +200,7 @@ class Connection:
 def superlink(request, monkeypatch):
     """Make SuperLinks of a release of Flower whose steps are known, or not; their threads end with the test."""
     if request.param == "unknown":
-        monkeypatch.setattr(pulled, "_STEPS", ("a_name_that_it_has_no_more",))
+        monkeypatch.setattr(grid_replies, "_STEPS", ("a_name_that_it_has_no_more",))
         monkeypatch.setitem(inflatable_utils.pull_objects.__kwdefaults__, "initial_backoff", 0.2)
     made = []
     yield lambda *arguments, **named: made.append(SuperLink(*arguments, **named)) or made[-1]
@@ -257,8 +257,8 @@ def test_many_replies_take_one_request_and_devices_that_upload_nothing_no_thread
 
 
 def test_where_flowers_steps_are_not_known_pulls_take_a_limited_number_of_threads(monkeypatch):
-    monkeypatch.setattr(pulled, "_STEPS", ("a_name_that_it_has_no_more",))
-    monkeypatch.setattr(pulled, "_MOST_THREADS", 5)
+    monkeypatch.setattr(grid_replies, "_STEPS", ("a_name_that_it_has_no_more",))
+    monkeypatch.setattr(grid_replies, "_MOST_THREADS", 5)
     grid, begun = SuperLink(30, withheld=dict.fromkeys(range(1, 31), ("query",))), time.monotonic()
     assert list(Replies(grid, asked_of(grid, 30), 2.0)) == []
     grid.over = True

@@ -80,7 +80,7 @@ def test_an_update_that_flowers_grid_cant_unpack_counts_as_missing(forge):
     strategy, begun = strategy_of(4), time.monotonic()
     strategy.start(HttpGrid(forge, honest_queries=True), model_arrays(linear()), num_rounds=2, timeout=20.0)
     assert [report.replies for report in strategy.rounds] == [3, 3]
-    assert strategy.missing.silent == 2
+    assert strategy.missing.no_reply == 2
     assert time.monotonic() - begun < 15  # it is not waited for
 
 

@@ -30,7 +30,7 @@ def played(strategy, num_nodes=4, num_rounds=3, **arguments):
 class TwoOfThree(FullSampling):
     """A user's own sampling: whether its cost counts on a secret is not known."""
 
-    def choose(self, server_round, num_clients, rng):
+    def sample(self, server_round, num_clients, rng):
         return rng.permutation(num_clients)[:2]
 
 
@@ -83,9 +83,9 @@ def test_a_participant_knows_its_own_share(num_clients):
     played(strategy, num_clients)
     against = {adversary.name: adversary for adversary in strategy.statement.adversaries}
     assert list(against) == ["outsiders", "participants", "the server"]
-    assert against["participants"].noise_std == pytest.approx(2.0 * math.sqrt((num_clients - 1) / num_clients))
-    assert against["outsiders"].noise_std == 2.0
-    assert against["the server"].noise_std == pytest.approx(2.0 / math.sqrt(num_clients))
+    assert against["participants"].lowest_noise_std == pytest.approx(2.0 * math.sqrt((num_clients - 1) / num_clients))
+    assert against["outsiders"].lowest_noise_std == 2.0
+    assert against["the server"].lowest_noise_std == pytest.approx(2.0 / math.sqrt(num_clients))
     assert [entry.trusted for entry in against.values()] == [False, False, True]
     assert strategy.statement.epsilon == against["participants"].epsilon > against["outsiders"].epsilon
     assert against["the server"].epsilon > strategy.statement.epsilon
@@ -107,7 +107,7 @@ class Moving(LocalGrid):
 @pytest.mark.parametrize(("later", "left_out"), [(range(1, 3), 2), (range(1, 9), 0)], ids=["two leave", "four come"])
 def test_shares_without_a_trusted_server_are_those_of_the_plan_whoever_is_there(later, left_out):
     """Two of four who are left would each know half of the noise; of eight, each would add less than is said."""
-    strategy = DPFedSAM(**WORDS, trusted_server=False)
+    strategy = DPFedSAM(**WORDS, server_completes_noise=False)
     grid = Moving(shared_noise_app(), 4)
     grid.later = later
     strategy.start(grid, model_arrays(linear()), num_rounds=3)

@@ -52,7 +52,7 @@ def test_pictures_and_labels_are_those_of_the_files(small_cifar):
     assert task.source == f"CIFAR-10's cifar-10-batches-py in {folder}"
 
 
-def test_each_colour_is_standardised_by_its_own_constants():
+def test_each_color_is_standardized_by_its_own_constants():
     pictures = torch.zeros(2, 3, 32, 32, dtype=torch.uint8)
     pictures[0, 1], pictures[1, 2] = 255, 51
     numbers = cifar_10.standardized(pictures)
@@ -73,13 +73,13 @@ def test_files_that_are_not_the_published_ones_are_not_unpickled(small_cifar):
             return open, (str(ran), "w")
 
     (folder / "cifar-10-batches-py" / "data_batch_3").write_bytes(pickle.dumps(Payload()))
-    why = r"has no whole cifar-10-batches-py in .*not found or corrupted.*https://www\.cs\.toronto"
+    why = r"found no complete cifar-10-batches-py in .*not found or corrupted.*https://www\.cs\.toronto"
     with pytest.raises(ValueError, match=why):
         load(str(folder), Own())
     assert not ran.exists()
 
 
-def test_resnet18_has_group_normalisation():
+def test_resnet18_has_group_normalization():
     model = models.make("resnet18", seed=0, num_features=3072)
     # By hand: 11,689,512 of torchvision's with 1,000 classes, less 990 rows of 512 weights and a bias.
     assert sum(parameter.numel() for parameter in model.parameters()) == 11_689_512 - 990 * 513
@@ -89,7 +89,7 @@ def test_resnet18_has_group_normalisation():
     # Its output of a record depends on no other record.
     inputs = torch.rand(3, 3, 32, 32, generator=torch.Generator().manual_seed(0))
     torch.testing.assert_close(model(inputs)[:1], model(inputs[:1]))
-    with pytest.raises(ValueError, match="model='resnet18': is for 3 x 32 x 32 pixels, not for 784 features"):
+    with pytest.raises(ValueError, match="model='resnet18': needs 3 x 32 x 32 pixels, not 784 features"):
         models.make("resnet18", seed=0)
     with pytest.raises(ValueError, match="model-bias=False: must be True for model='resnet18'"):
         models.make("resnet18", seed=0, num_features=3072, bias=False)

@@ -6,15 +6,15 @@ import pytest
 from flwr.app import Context, RecordDict
 
 from flower_dp.apps import client_app
-from flower_dp.apps.device import hosted, own_settings
+from flower_dp.apps.device_settings import hosted, own_settings
 from flower_dp.apps.methods import table_of
 from flower_dp.apps.settings import Evaluation, key_of
 from flower_dp.methods import METHODS
 from tests.apps.test_methods import DEFAULTS
 
-SMALL = {"num-clients": 4, "num-rounds": 2, "partition": "sample", "records-per-client": 20, "engine": "one-by-one"}
+SMALL = {"num-clients": 4, "num-rounds": 2, "partition": "sample", "records-per-client": 20, "training-engine": "one-by-one"}
 LAPLACE = {**SMALL, "method": "fedsgd-dpc", "sampling": "round-robin", "cohort-size": 4, "fedsgd-dpc.epsilon": 100.0}
-LAPLACE.pop("engine")
+LAPLACE.pop("training-engine")
 # A device that has settings of its own says itself which records its clients have.
 HERE = {"partition": "sample", "records-per-client": 20}
 FEDAVG = {**SMALL, "method": "dp-fedavg", "sampling": "full", "dp-fedavg.noise-multiplier": 0.9, "dp-fedavg.delta": 1e-3}
@@ -60,7 +60,7 @@ def test_a_table_is_all_the_devices_or_all_the_servers(method):
     table = {f"{method}.{key_of(field.name)}": field.default for field in fields(table_of(method))}
     servers = {key: f"the server's {key}" for key in table} | {"method": method, "report-client-metrics": True, "seed": 3}
     assert own_settings(servers, {"partition-id": 0}) == servers
-    evaluation = {f"evaluation.{key_of(field.name)}": field.default for field in fields(Evaluation)}
+    evaluation = {f"private-evaluation.{key_of(field.name)}": field.default for field in fields(Evaluation)}
     for key in table:
         mine = {key: "mine", "report-client-metrics": False}
         assert own_settings(servers, mine) == {**table, **evaluation, **mine, "method": method, "seed": 3}
@@ -76,7 +76,7 @@ def test_a_method_for_which_the_device_has_set_nothing_is_refused():
 def test_nonsense_in_a_node_config_is_refused_naming_the_key():
     with pytest.raises(ValueError, match="num-partitions: is missing from the node-config"):
         hosted({"partition-id": 0})
-    with pytest.raises(ValueError, match=r"fedsgd-dpc\.epsilom=1\.0: unknown key"):
+    with pytest.raises(ValueError, match=r"fedsgd-dpc\.epsilom=1\.0: unknown setting; did you mean fedsgd-dpc.epsilon"):
         client_of(LAPLACE, **{"fedsgd-dpc.epsilom": 1.0})
     with pytest.raises(ValueError, match=r"fedsgd-dpc\.epsilon='1': must be of type float"):
         client_of(LAPLACE, **{"fedsgd-dpc.epsilon": "1"})
@@ -93,11 +93,11 @@ def test_metrics_stay_where_the_device_says_so():
     [
         ({}, 9.0, 2),
         ({"nbafl.paper-epsilon": 2.0}, 0.0, 0),
-        ({"evaluation.every": 2, "evaluation.epsilon": 0.5}, 0.5, 2),
-        ({"nbafl.paper-epsilon": 2.0, "evaluation.every": 2, "evaluation.epsilon": 0.5}, 0.5, 2),
+        ({"private-evaluation.every": 2, "private-evaluation.epsilon": 0.5}, 0.5, 2),
+        ({"nbafl.paper-epsilon": 2.0, "private-evaluation.every": 2, "private-evaluation.epsilon": 0.5}, 0.5, 2),
     ],
 )
 def test_a_device_that_sets_anything_evaluates_by_its_own_settings_alone(node, epsilon, every):
-    run = {"method": "nbafl", "nbafl.paper-epsilon": 50.0, "evaluation.every": 2, "evaluation.epsilon": 9.0}
+    run = {"method": "nbafl", "nbafl.paper-epsilon": 50.0, "private-evaluation.every": 2, "private-evaluation.epsilon": 9.0}
     own = own_settings(run, node)
-    assert (own["evaluation.epsilon"], own["evaluation.every"]) == (epsilon, every)
+    assert (own["private-evaluation.epsilon"], own["private-evaluation.every"]) == (epsilon, every)

@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from flower_dp.apps.methods import Run, defaults
+from flower_dp.apps.methods import ParsedRunConfig, defaults
 from flower_dp.apps.tasks import module_of as task_module
 from flower_dp.clients import (
     BLUR,
@@ -13,7 +13,7 @@ from flower_dp.clients import (
     ProximalTerm,
     TensorRecords,
 )
-from flower_dp.clients.reasons import Declined
+from flower_dp.clients.refusal_messages import Declined
 from flower_dp.clients.training.losses import hinge
 from flower_dp.methods import METHODS
 from flower_dp.strategies import AdaptiveClip, EvaluationBudget, LocalEvaluation
@@ -32,7 +32,7 @@ RECORDS = 200
 
 
 def run_of(arguments):
-    return Run.of({**DEFAULTS, **with_table(arguments)})
+    return ParsedRunConfig.of({**DEFAULTS, **with_table(arguments)})
 
 
 def strategy_of(run):
@@ -60,14 +60,14 @@ def test_every_preset_makes_a_strategy_and_a_client_that_agree(name):
     run = run_of(PRESETS[name])
     strategy = strategy_of(run)
     statement = strategy.statement
-    assert (statement.epsilon, statement.to_dict()["num_rounds"]) == (0, 0)
+    assert (statement.epsilon, statement.to_dict()["guarantee"]["num_charged_rounds"]) == (0, 0)
     node = client(run)
     assert isinstance(node, LocalDPClient if METHODS[run.settings.method].recipe else DPClient)
     assert strategy.num_clients == run.settings.num_clients
     if isinstance(node, LocalDPClient):
         # The server's terms for a client, and the client's own.
         strategy.plan(run.settings.num_rounds)
-        strategy._session.open(tuple(run.settings.client_names()))
+        strategy._session.register_clients(tuple(run.settings.client_names()))
         first = run.settings.client_names()[0]
         assert strategy.rules.books.terms[first].text == node.recipe.terms(first, node.clients[first]).text
 
@@ -86,20 +86,20 @@ def test_what_several_settings_decide_reaches_strategy_and_recipe():
     run = run_of({**PASGD, **sizes, "weight-decay": 0.1})
     recipe, rules = client(run).recipe, strategy_of(run).rules
     prices = rules.resources
-    assert (prices.cost_per_aggregation, prices.cost_per_step, prices.max_cost) == (100.0, 1.0, 1000.0)
-    assert rules.best_by == "validation-loss"
+    assert (prices.cost_per_aggregation, prices.cost_per_step, prices.max_resource_cost) == (100.0, 1.0, 1000.0)
+    assert rules.best_model_metric == "validation-loss"
     assert (recipe.num_steps, recipe.num_local_steps, recipe.weight_decay) == (90, 10, 0.1)
     assert (recipe.epsilon["client-9"], recipe.batch_size["client-0"], recipe.batch_size["client-9"]) == (10.0, 8, 16)
-    without = run_of({**PRESETS["mnist-dp-sgd"], "max-cost": 0.0, "num-steps": 30})
+    without = run_of({**PRESETS["mnist-dp-sgd"], "max-resource-cost": 0.0, "num-steps": 30})
     rules = strategy_of(without).rules
-    assert (client(without).recipe.num_steps, rules.best_by, rules.resources.max_cost) == (30, "loss", None)
+    assert (client(without).recipe.num_steps, rules.best_model_metric, rules.resources.max_resource_cost) == (30, "loss", None)
 
 
-def test_regularisers_and_sparsifier_reach_the_recipe_of_every_method_that_reads_them():
-    arguments = {"proximal": 0.25, "blur-strength": 1.0, "blur-bound": 2.0}
+def test_regularizers_and_sparsifier_reach_the_recipe_of_every_method_that_reads_them():
+    arguments = {"proximal-mu": 0.25, "blur-strength": 1.0, "blur-bound": 2.0}
     both = (ProximalTerm(strength=0.25), BLUR(strength=1.0, bound=2.0))
     for method in ("dp-fedavg", "dp-fedsam", "fed-smp"):
-        training = client(run_of({"method": method, "update-keep-ratio": 0.5, **arguments})).training
+        training = client(run_of({"method": method, "lus-keep-ratio": 0.5, **arguments})).training
         assert (training.regularizers, training.sparsifier) == (both, LUS(keep_ratio=0.5))
     assert client(run_of({**NBAFL, **arguments})).recipe.training.regularizers == both
     assert (client(run_of({})).training.regularizers, client(run_of({})).training.sparsifier) == ((), None)
@@ -109,11 +109,11 @@ def test_a_preset_of_dp_pasgd_says_its_planning_problem():
     run = run_of({**PASGD, "client-epsilons": ",".join(["3", "2", *"44444444"])})
     inputs = run.planning(None, {})
     wanted = {"epsilon": 2.0, "delta": 1e-4, "learning_rate": 0.1, "clip_norm": 1.0, "batch_size": 64}
-    assert inputs.values == wanted | {"cost_per_aggregation": 100.0, "cost_per_step": 1.0, "max_cost": 1000.0}
-    assert inputs.notes == ("epsilon is that of the client with the smallest",)
+    assert inputs.values == wanted | {"cost_per_aggregation": 100.0, "cost_per_step": 1.0, "max_resource_cost": 1000.0}
+    assert inputs.notes == ("epsilon is the smallest of the clients' budgets",)
 
 
-ON = {"evaluation.every": 1}
+ON = {"private-evaluation.every": 1}
 
 
 @pytest.mark.parametrize(
@@ -121,32 +121,44 @@ ON = {"evaluation.every": 1}
     [
         ({**LAPLACE, "sampling": "fixed-size"}, "sampling='fixed-size': must be round-robin"),
         ({**LAPLACE, "client-epsilons": "1,2"}, "client-epsilons: has 2 numbers"),
-        ({**LAPLACE, "client-epsilons": "1,two"}, "client-epsilons='1,two': must be numbers with commas"),
-        ({**PASGD, "client-batch-sizes": "8,x"}, "client-batch-sizes='8,x': must be whole numbers with commas"),
+        ({**LAPLACE, "client-epsilons": "1,two"}, "client-epsilons='1,two': must be comma-separated numbers"),
+        ({**PASGD, "client-batch-sizes": "8,x"}, "client-batch-sizes='8,x': must be comma-separated whole numbers"),
         ({**PASGD, "num-steps": 85}, "num_steps=85: must be a multiple of num_local_steps=10"),
         ({**LAPLACE, "strong-convexity": 1.0}, "smoothness=0.0"),
         ({**LAPLACE, "local-epochs": 5}, "local-epochs=5: is not read by method='fedsgd-dpc'"),
-        ({**NBAFL, "placement": "distributed"}, "placement='distributed': unknown key"),
-        ({**NBAFL, "update-keep-ratio": 0.5}, "is not read by method='nbafl', but by dp-fedavg, dp-fedsam, fed-smp$"),
-        ({"method": "dp-fedavg", "trusted-server": False}, "trusted_server=False: is read with placement='distributed' only"),
+        ({**NBAFL, "placement": "distributed"}, "placement='distributed': unknown setting"),
+        ({**NBAFL, "lus-keep-ratio": 0.5}, "is not read by method='nbafl', but by dp-fedavg, dp-fedsam, fed-smp$"),
+        (
+            {"method": "dp-fedavg", "server-completes-noise": False},
+            "server_completes_noise=False: is read with placement='distributed' only",
+        ),
         ({"cohort-size": 5}, "cohort-size=5: is not read with sampling='poisson', but with fixed-size or round-robin"),
-        ({"num-clients": 3}, "delta: num-clients=3 gives 0.299 by default, which is no guarantee"),
+        ({"num-clients": 3}, "delta: num-clients=3 gives 0.299 by default, which is not a guarantee"),
         ({"method": "fed-smp", "random-ratio": 0.5}, "random_ratio=0.5: is read with mask='top-k' only"),
         ({"blur-bound": 0.5}, "blur-bound=0.5: is read with blur-strength above 0 only"),
         ({"blur-strength": 1.0}, "blur-bound=0.0: must be above 0 with blur-strength"),
-        ({"adult.features": "all"}, "adult.features='all': is not read by task='mnist'; settings of that are under mnist"),
+        ({"adult.features": "all"}, "adult.features='all': is not read by task='mnist', whose settings begin with 'mnist.'"),
         ({"task": "adult", "adult.features": "some"}, "adult.features='some': must be one of categorical, all"),
-        ({"task": "adult", "model": "cnn"}, "model='cnn': does not fit task='adult', which has logistic, mlp"),
-        ({"validation-ratio": 0.5, "test-ratio": 0.5}, "validation-ratio=0.5: with test-ratio=0.5 leaves nothing to train on"),
+        ({"task": "adult", "model": "cnn"}, "model='cnn': does not fit task='adult'; must be one of logistic, mlp"),
+        ({"validation-ratio": 0.5, "test-ratio": 0.5}, "validation-ratio=0.5: with test-ratio=0.5 leaves no record to train on"),
         ({"partition": "sample", "records-per-client": 9, "test-ratio": 0.1}, "partition='sample': clients share records"),
-        ({"evaluation.every": 1.5}, "evaluation.every=1.5: must be of type int"),
-        ({"evaluation.every": 5, "num-rounds": 4}, "evaluation.every=5: num-rounds=4 has no such round"),
-        ({"evaluation.noise-multiplier": 2.0}, "evaluation.noise-multiplier=2.0: is read with evaluation.every above 0 only"),
-        ({"evaluation.metrics": "f1=1"}, "evaluation.metrics='f1=1'.* there are loss, accuracy"),
-        ({"evaluation.often": 1}, "evaluation.often=1: unknown key; known are epsilon, every, metrics"),
-        (ON | {"evaluation.epsilon": 1.0}, "evaluation.epsilon=1.0: .* method='dp-fedsam' has evaluation.noise-multiplier"),
-        ({**LAPLACE} | ON, "evaluation.epsilon=0.0: method='fedsgd-dpc' needs every client's budget"),
-        ({**LAPLACE, "evaluation.epsilon": 1.0, "evaluation.noise-multiplier": 2.0} | ON, "is not read by method='fedsgd-dpc'"),
+        ({"private-evaluation.every": 1.5}, "private-evaluation.every=1.5: must be of type int"),
+        ({"private-evaluation.every": 5, "num-rounds": 4}, "private-evaluation.every=5: must be at most num-rounds=4"),
+        (
+            {"private-evaluation.noise-multiplier": 2.0},
+            "private-evaluation.noise-multiplier=2.0: is read with private-evaluation.every above 0 only",
+        ),
+        ({"private-evaluation.metrics": "f1=1"}, "private-evaluation.metrics='f1=1'.* the metrics are loss, accuracy"),
+        ({"private-evaluation.often": 1}, "private-evaluation.often=1: unknown setting; docs/settings.md lists all settings"),
+        (
+            ON | {"private-evaluation.epsilon": 1.0},
+            "private-evaluation.epsilon=1.0: .* method='dp-fedsam' has private-evaluation.noise-multiplier",
+        ),
+        ({**LAPLACE} | ON, "private-evaluation.epsilon=0.0: must be above 0 for method='fedsgd-dpc'"),
+        (
+            {**LAPLACE, "private-evaluation.epsilon": 1.0, "private-evaluation.noise-multiplier": 2.0} | ON,
+            "is not read by method='fedsgd-dpc'",
+        ),
     ],
 )
 def test_nonsense_is_refused_naming_the_key(arguments, message):
@@ -171,7 +183,7 @@ def test_a_simulated_client_insists_on_its_share_of_the_noise():
 
 def test_a_client_evaluates_as_its_own_run_config_says_and_no_other_way():
     arguments = {"sampling": "full", "num-clients": 16, "delta": 1e-3}
-    policy = client(run_of({**arguments, "evaluation.every": 1})).policy
+    policy = client(run_of({**arguments, "private-evaluation.every": 1})).policy
     # Shares of all 16 clients, of std 4 together.
     assert (policy.allow_evaluation, policy.min_evaluation_noise_multiplier) == (True, 4.0)
     assert policy.min_evaluation_noise_std == pytest.approx(1.0)
@@ -179,7 +191,7 @@ def test_a_client_evaluates_as_its_own_run_config_says_and_no_other_way():
 
 
 def test_both_sides_of_a_method_with_client_budgets_have_the_same_budget_of_evaluations():
-    run = run_of({**LAPLACE, "num-rounds": 40, "evaluation.every": 15, "evaluation.epsilon": 0.5})
+    run = run_of({**LAPLACE, "num-rounds": 40, "private-evaluation.every": 15, "private-evaluation.epsilon": 0.5})
     budget = EvaluationBudget(epsilon=0.5, num_evaluations=2)
     assert strategy_of(run).rules.evaluation.plan == LocalEvaluation(budget=budget, every=15)
     assert client(run).evaluation_budget == budget
@@ -215,11 +227,16 @@ def test_the_models_loss_reaches_every_client():
 @pytest.mark.parametrize("name", ["dp-fedavg", "dp-fedsam", "fed-smp"])
 def test_a_quantile_makes_the_clip_norm_adaptive_and_the_devices_policy_knows_both_ends(name):
     config = {"method": name, "clip-norm": 0.25, "clip-quantile": 0.7, "clip-learning-rate": 0.3}
-    config |= {"clip-count-noise-std": 9.0, "largest-clip-norm": 7.0}
+    config |= {"clip-count-noise-std": 9.0, "max-clip-norm": 7.0}
     run = run_of(config)
     rules = run.strategy(lambda: {}).rules
     expected = AdaptiveClip(
-        initial=0.25, target_quantile=0.7, learning_rate=0.3, count_noise_std=9.0, smallest=0.00025, largest=7.0
+        initial_clip_norm=0.25,
+        target_quantile=0.7,
+        learning_rate=0.3,
+        count_noise_std=9.0,
+        min_clip_norm=0.00025,
+        max_clip_norm=7.0,
     )
     assert rules.training.clip.of == expected
     policy = client(run).policy
@@ -231,7 +248,7 @@ def test_a_quantile_makes_the_clip_norm_adaptive_and_the_devices_policy_knows_bo
         if asked.noise_std:
             with pytest.raises(Declined, match="noise_std"):
                 policy.check(replace(asked, noise_std=0.99 * asked.noise_std))
-    with pytest.raises(ValueError, match=r"largest-clip-norm=7\.0: is read with clip-quantile > 0 only"):
+    with pytest.raises(ValueError, match=r"max-clip-norm=7\.0: is read with clip-quantile > 0 only"):
         run_of(config | {"clip-quantile": 0.0, "clip-count-noise-std": 0.0}).strategy(lambda: {})
 
 

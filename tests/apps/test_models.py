@@ -57,7 +57,7 @@ def test_the_seed_decides_and_nothing_else(name):
     assert all(torch.equal(first[key], again[key]) for key in first)
     drawn = [
         key for key in first if not key.startswith("resnet.") or ".conv" in key or ".fc." in key
-    ]  # not normalisation's 1 and 0
+    ]  # not normalization's 1 and 0
     assert drawn
     assert not any(torch.equal(first[key], other[key]) for key in drawn)
 
@@ -67,7 +67,7 @@ def test_bad_input():
         models.make("resnet", seed=0)
     with pytest.raises(ValueError, match="seed=-1: must be a whole number >= 0"):
         models.make("mlp", seed=-1)
-    with pytest.raises(ValueError, match="model='cnn': is for 28 x 28 pixels, not for 30 features"):
+    with pytest.raises(ValueError, match="model='cnn': needs 28 x 28 pixels, not 30 features"):
         models.make("cnn", seed=0, num_features=30)
-    with pytest.raises(ValueError, match="model='linear-svm': is for two classes, not for 10"):
+    with pytest.raises(ValueError, match="model='linear-svm': needs two classes, not 10"):
         models.make("linear-svm", seed=0)

@@ -14,8 +14,8 @@ from flwr.app import Context, RecordDict
 from torch import nn
 
 import flower_dp
-from flower_dp.apps import app_functions, own_model
-from flower_dp.apps.own_model import client_of
+from flower_dp.apps import app_functions, user_app
+from flower_dp.apps.user_app import client_of
 from flower_dp.clients import model_arrays
 from flower_dp.clients.training.engines import batched
 from flower_dp.methods import METHODS
@@ -57,8 +57,8 @@ def test_evaluate_fn_leaves_every_layer_in_its_mode():
 
     module = nn.Sequential(nn.Linear(3, 2), nn.Sequential(nn.Dropout(0.5)))
     module[1].eval()
-    settings = SimpleNamespace(num_rounds=1, evaluate_every=1)
-    evaluation = own_model._evaluation(fails, module, SimpleNamespace(line_of=lambda server_round: {"epsilon": 1.0}), settings)
+    settings = SimpleNamespace(num_rounds=1, test_every=1)
+    evaluation = user_app._evaluation(fails, module, SimpleNamespace(line_of=lambda server_round: {"epsilon": 1.0}), settings)
     with pytest.raises(OSError, match="no test data"):
         evaluation(1, model_arrays(module))
     assert [layer.training for layer in module.modules()] == [True, True, False, False]
@@ -85,8 +85,8 @@ class Own(nn.Module):
 def test_a_method_takes_a_model_and_data_of_ones_own_and_evaluates_on_its_clients(method, tmp_path):
     app = flower_dp.app(model_fn=make_model, data_fn=load_records, evaluate_fn=evaluate)
     # Little noise: with more of it the noised count of four clients may be too small for a value.
-    own = {"evaluation.epsilon": 3.0} if METHODS[method].recipe else {"evaluation.noise-multiplier": 0.1}
-    evaluation = {"evaluation.every": 2, "evaluation.metrics": "loss=4,accuracy=1"}
+    own = {"private-evaluation.epsilon": 3.0} if METHODS[method].recipe else {"private-evaluation.noise-multiplier": 0.1}
+    evaluation = {"private-evaluation.every": 2, "private-evaluation.metrics": "loss=4,accuracy=1"}
     play(app, tmp_path / "run", method=method, **NEEDS[method], **own, **evaluation)
     found = compare.read_run(tmp_path / "run", "size")
     assert list(found.values) == [0, 1, 2]
@@ -96,10 +96,10 @@ def test_a_method_takes_a_model_and_data_of_ones_own_and_evaluates_on_its_client
     assert ["private-accuracy" in line for line in lines] == [False, False, True]
     assert lines[2]["private-loss-standard-error"] > 0
     statement = json.loads((tmp_path / "run" / "statement.json").read_text())
-    assert statement["private"]
-    assert statement["parts"]["training"] < statement["epsilon"]
+    assert statement["guarantee"]["private"]
+    assert statement["guarantee"]["epsilon_by_release"]["training"] < statement["guarantee"]["epsilon"]
     if METHODS[method].recipe:
-        assert statement["parts"]["evaluation"] == pytest.approx(3.0, rel=1e-9)
+        assert statement["guarantee"]["epsilon_by_release"]["evaluation"] == pytest.approx(3.0, rel=1e-9)
 
 
 @pytest.mark.parametrize("private", [True, False])
@@ -131,7 +131,7 @@ def test_evaluate_fn_is_told_round_and_epsilon_where_it_takes_them(tmp_path, pri
     ],
 )
 def test_what_evaluate_fn_takes_is_read_from_its_signature(evaluate_fn, taken):
-    assert own_model._taken(evaluate_fn) == taken
+    assert user_app._keywords_of(evaluate_fn) == taken
 
 
 PRIVATE = {"method": "dp-fedavg", "dp-fedavg.noise-multiplier": 2.0, "dp-fedavg.delta": 1e-3}
@@ -245,13 +245,13 @@ def test_a_bundle_may_hold_flower_dp_and_its_functions_are_not_the_apps_own(fold
     for name, why in (
         ("flower_dp.fake", "module 'flower_dp' is not the app's own"),
         ("inner", "is not directly in the app's folder"),
-        ("pack.theirs", r"module 'pack\.theirs' is in .*, and not in the app's folder"),
+        ("pack.theirs", r"module 'pack\.theirs' is in .*, not in the app's folder"),
         ("my_functions", "module 'my_functions' is loaded already, from"),
     ):
         with pytest.raises(ValueError, match=rf"data-fn='{name}:load_records': .*{why}"):
             app_functions.named("data-fn", f"{name}:load_records", trusted=False)
     monkeypatch.setattr(app_functions, "_PREFIXES", (folder,))  # a package among the installed ones is no app
-    with pytest.raises(ValueError, match="is in no folder of a Flower app"):
+    with pytest.raises(ValueError, match="is not in the folder of a Flower app"):
         app_functions.named("data-fn", "my_functions:load_records", trusted=False)
 
 
@@ -292,7 +292,7 @@ def test_a_process_makes_and_traces_a_model_once_however_many_nodes_it_serves(tm
     proven = batched.Trainer._proven
     monkeypatch.setattr(batched.Trainer, "_proven", lambda self, kind: traced.append(kind) or proven(self, kind))
     app = flower_dp.app(model_fn=model, data_fn=records)
-    grid = play(app, tmp_path / "run", nodes=20, **PRIVATE, **{"num-clients": 20, "engine": "batched"})
+    grid = play(app, tmp_path / "run", nodes=20, **PRIVATE, **{"num-clients": 20, "training-engine": "batched"})
     assert len([message for message in grid.sent if message.metadata.message_type == "train"]) == 40
     assert (len(made), len(traced)) == (2, 1)  # one model is the server's
     assert max(map(read.count, range(20))) <= 3  # as its node's, for the sizes of all, and by the server

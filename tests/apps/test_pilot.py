@@ -28,7 +28,7 @@ def config(settings):
 
 @pytest.fixture(scope="module")
 def by_hand():
-    """The constants from a deal of our own: what each client draws, standardised as MNIST is."""
+    """The constants from a deal of our own: what each client draws, standardized as MNIST is."""
     task = load_task("mnist")
     rest = {"dirichlet_alpha": 0.3, "classes_per_client": 2, "records_per_client": 25}
     dealt = partition("sample", task.train_labels, num_clients=4, seed=3, **rest)
@@ -39,7 +39,7 @@ def by_hand():
 def same(got, wanted):
     assert got.keys() == wanted.keys()
     for key, value in wanted.items():
-        # The app standardises in float32.
+        # The app standardizes in float32.
         assert got[key] == (pytest.approx(value, rel=1e-4) if isinstance(value, float | list) else value), key
 
 
@@ -78,7 +78,7 @@ def test_the_l2_coefficient_and_the_budgets_of_each_client_are_the_presets():
 def test_a_preset_of_another_method_gives_its_data_only(by_hand):
     found = pilot("fedsgd-dpc", config(SMALL))
     same(dict(found.values), by_hand.fedsgd_dpc() | {"num_records": 25})
-    assert "the preset's method is dp-fedsam: of its settings only those of the data were taken" in found.notes
+    assert "the preset's method is dp-fedsam: only its settings of the data were used" in found.notes
 
 
 # what is given already
@@ -91,7 +91,7 @@ def test_a_preset_of_another_method_gives_its_data_only(by_hand):
 )
 def test_the_proximal_coefficient_is_the_presets_where_the_bound_holds(preset, proximal):
     given = {"smoothness": 1.0, "dissimilarity": 1.0}
-    assert pilot("nbafl", config(NBAFL | {"proximal": preset}), given=given).values["proximal"] == proximal
+    assert pilot("nbafl", config(NBAFL | {"proximal-mu": preset}), given=given).values["proximal"] == proximal
 
 
 @pytest.mark.slow
@@ -168,7 +168,7 @@ def own_app(tmp_path):
             "    return Inputs(values=values, notes=(f'a pilot for {method}, which knew {sorted(given)}',))\n"
         )
         (tmp_path / "p.toml").write_text(
-            "cost_per_aggregation = 10\ncost_per_step = 1\nmax_cost = 100\nepsilon = 4\ndelta = 1e-4\nlearning_rate = 0.1\n"
+            "cost_per_aggregation = 10\ncost_per_step = 1\nmax_resource_cost = 100\nepsilon = 4\ndelta = 1e-4\nlearning_rate = 0.1\n"
             "strong_convexity = 0.1\nsmoothness = 1\ngradient_variance = 0.1\ndimension = 10\nbatch_size = 100\nclip_norm = 1\n"
         )
         return ["plan", "dp-pasgd", "--estimate-from", str(tmp_path), "--problem", str(tmp_path / "p.toml"), "--l2", "0.5"]
@@ -192,7 +192,7 @@ def test_an_app_of_its_own_can_have_a_pilot(call, own_app):
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
-        (["--estimate-from", "tests/foreign/tiny"], "--estimate-from=tests/foreign/tiny: the app has no pilot"),
+        (["--estimate-from", "tests/foreign/tiny"], "--estimate-from=tests/foreign/tiny: has no pilot; name one in its pyproject.toml"),
         ([*PRESET, "--l2", "0"], "--l2=0.0: must be"),
         ([*PRESET, "--set", "partition=odd"], "partition='odd': must be one of"),
         ([*PRESET, "--problem", "/nowhere.toml"], "problem='/nowhere.toml': can't be read"),

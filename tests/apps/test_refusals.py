@@ -4,12 +4,12 @@ from pathlib import Path
 
 import pytest
 
-from flower_dp.apps.methods import Run
-from flower_dp.apps.parts import sampler_of
+from flower_dp.apps.methods import ParsedRunConfig
 from flower_dp.apps.refusals import check
 from flower_dp.apps.settings import SAMPLINGS
+from flower_dp.apps.strategy_arguments import sampler_of
 from flower_dp.apps.tasks import TASKS, module_of
-from flower_dp.apps.unread import unread
+from flower_dp.apps.unread_settings import unread
 from flower_dp.core.checks import SettingsError
 from flower_dp.methods import METHODS
 from tests.app_runs import DEFAULTS, PRESETS
@@ -48,19 +48,19 @@ def test_what_follows_from_a_refused_setting_is_no_news():
 @pytest.mark.parametrize("method", METHODS)
 def test_a_method_takes_its_samplings_and_no_others(method):
     samplings = METHODS[method].samplings
-    assert Run.of({**DEFAULTS, "method": method}).settings.sampling == samplings[0]
+    assert ParsedRunConfig.of({**DEFAULTS, "method": method}).settings.sampling == samplings[0]
     for sampling in SAMPLINGS:
         config = {**DEFAULTS, "method": method, "sampling": sampling, "cohort-size": 0 if sampling in ("full", "poisson") else 10}
         if sampling in samplings:
-            assert sampler_of(Run.of(config).settings)
+            assert sampler_of(ParsedRunConfig.of(config).settings)
         else:
             with pytest.raises(SettingsError, match=f"sampling='{sampling}': must be (one of )?{', '.join(samplings)}"):
-                Run.of(config)
+                ParsedRunConfig.of(config)
 
 
 def test_the_chosen_methods_table_alone_counts():
     tables = {"nbafl.epsilon": -7.0, "dp-fedsam.no-such-key": 3, "dp-fedavg.clip-norm": 2.5}
-    assert Run.of({**DEFAULTS, "method": "dp-fedavg", **tables}).own.clip_norm == 2.5
+    assert ParsedRunConfig.of({**DEFAULTS, "method": "dp-fedavg", **tables}).own.clip_norm == 2.5
     assert refused({"method": "nbafl", **tables})[0].startswith("nbafl.epsilon=-7.0")
     assert refused({"method": "dp-fedavg", **tables}, given=("nbafl.epsilon",)) == [
         "nbafl.epsilon=-7.0: is not read by method='dp-fedavg'; set method=nbafl with it"
@@ -107,11 +107,11 @@ def test_all_that_a_preset_sets_is_read(preset):
 def test_what_another_method_sampling_or_partition_reads_is_not_read():
     config = DEFAULTS | {"method": "fedsgd-dpc", "sampling": "round-robin", "partition": "dirichlet"}
     ignored = unread(config)
-    assert {"momentum", "engine", "nbafl.epsilon", "adult.features", "sampling-rate", "classes-per-client"} < ignored
-    assert {"evaluation.noise-multiplier", "blur-bound"} < ignored
-    read = {"fedsgd-dpc.epsilon", "learning-rate", "cohort-size", "dirichlet-alpha", "evaluation.every", "seed"}
+    assert {"momentum", "training-engine", "nbafl.epsilon", "adult.features", "sampling-rate", "classes-per-client"} < ignored
+    assert {"private-evaluation.noise-multiplier", "blur-bound"} < ignored
+    read = {"fedsgd-dpc.epsilon", "learning-rate", "cohort-size", "dirichlet-alpha", "private-evaluation.every", "seed"}
     assert not read & ignored
-    assert "evaluation.metrics" not in unread(config | {"evaluation.every": 2})
+    assert "private-evaluation.metrics" not in unread(config | {"private-evaluation.every": 2})
     assert "dp-fedavg.clip-learning-rate" in unread(config | {"method": "dp-fedavg"})
     assert "dp-fedavg.clip-learning-rate" not in unread(config | {"method": "dp-fedavg", "dp-fedavg.clip-quantile": 0.5})
 

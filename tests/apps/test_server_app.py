@@ -1,4 +1,4 @@
-"""What the app's server says of a model that has learnt nothing."""
+"""What the app's server says of a model that has learned nothing."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ RECORDS = TensorRecords(inputs=torch.zeros(1000, 2), targets=(torch.arange(1000)
     [([0.99, 0.75], True), ([0.2, 0.7, 0.8, 0.75], False), ([0.75], False), ([], False)],
 )
 def test_a_model_that_is_no_better_than_its_largest_class_is_warned_of(accuracies, warned, caplog):
-    """The initial model, round 0, has learnt nothing anyway; one round that is better is enough."""
+    """The initial model, round 0, has learned nothing anyway; one round that is better is enough."""
     _warn_of_one_class({number: MetricRecord({"accuracy": one}) for number, one in enumerate(accuracies)}, RECORDS)
-    assert ("the model has learnt nothing: its accuracy was at most" in caplog.text) == warned
-    assert not warned or "75.0 % of the records" in caplog.text
+    assert ("The model learned nothing: its accuracy was at most" in caplog.text) == warned
+    assert not warned or "75.0 % of the test records" in caplog.text

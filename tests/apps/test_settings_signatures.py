@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from flower_dp.apps.methods import Run
+from flower_dp.apps.methods import ParsedRunConfig
 from flower_dp.apps.settings import SAMPLINGS
 from flower_dp.clients import Training
 from flower_dp.methods import METHODS
 from flower_dp.privacy.dp_fedpaq import FedPAQSteps
-from flower_dp.strategies.rules import Options
+from flower_dp.strategies.rules import StrategyOptions
 from tests.app_runs import DEFAULTS
 
 NUM_CLIENTS = 200
@@ -30,12 +30,12 @@ WORDS: dict[str, Any] = {
     "sensitivity": ("per-step",),
     "batch-sampling": ("poisson",),
     "calibration": ("zcdp", "paper"),
-    "best-by": ("accuracy",),
+    "best-model-metric": ("accuracy",),
     "client-epsilons": (",".join(["3"] * NUM_CLIENTS),),
     "client-batch-sizes": (",".join(["3"] * NUM_CLIENTS),),
     "optimizer": ("adam",),
     "mask": ("top-k",),
-    "engine": ("one-by-one", "batched"),
+    "training-engine": ("one-by-one", "batched"),
     "sampling": SAMPLINGS,
     "server-ledger": ("/srv/ledger.sqlite",),
 }
@@ -43,13 +43,16 @@ BESIDE = {
     "fed-smp.random-ratio": [{"fed-smp.mask": "top-k", "fed-smp.random-ratio": 0.3}],
     "model": [{"task": "vehicle", "model": "linear-svm"}],
     "cohort-size": [{"sampling": sampling, "cohort-size": 7} for sampling in ("fixed-size", "round-robin")],
-    "evaluation.every": [{"evaluation.every": 1}, {"evaluation.every": 1, "evaluation.epsilon": 0.5}],
-    "evaluation.metrics": [{"evaluation.every": 1, "evaluation.metrics": "loss=5"}],
+    "private-evaluation.every": [
+        {"private-evaluation.every": 1},
+        {"private-evaluation.every": 1, "private-evaluation.epsilon": 0.5},
+    ],
+    "private-evaluation.metrics": [{"private-evaluation.every": 1, "private-evaluation.metrics": "loss=5"}],
 }
 # Settings that are read beside a quantile alone, which makes the clip norm adaptive.
-ADAPTIVE = {"clip-learning-rate": 0.3, "clip-count-noise-std": 50.0, "smallest-clip-norm": 0.01, "largest-clip-norm": 7.0}
+ADAPTIVE = {"clip-learning-rate": 0.3, "clip-count-noise-std": 50.0, "min-clip-norm": 0.01, "max-clip-norm": 7.0}
 # Arguments that no setting changes, as `Class.argument`; those of any method under "".
-OPTIONS = ("frozen_arrays", "most_clients_per_node", "most_newcomers", "noise_seed", "on_round", "registration_timeout")
+OPTIONS = ("frozen_arrays", "max_clients_per_node", "max_new_clients", "noise_seed", "on_round", "registration_timeout")
 UNSET = {
     "": {"Training.num_local_steps", "Options.server_optimizer", *(f"Options.{name}" for name in OPTIONS)},
     "dp-fedavg": {"Training.sam_radius"},
@@ -83,7 +86,7 @@ def kinds_of(name):
 
 def passed(config, size=300) -> Passed:
     """The arguments that the app passes to a method's classes, also to those that refuse them."""
-    run = Run.of(config)
+    run = ParsedRunConfig.of(config)
     name, clients = run.settings.method, run.settings.client_names()
     found: Passed = {}
     # A client of one noised sum is made from the strategy's rules.
@@ -109,7 +112,7 @@ def passed(config, size=300) -> Passed:
 
 
 def named(kind, argument):
-    return f"{'Options' if argument in Options.__annotations__ else kind.__name__}.{argument}"
+    return f"{'Options' if argument in StrategyOptions.__annotations__ else kind.__name__}.{argument}"
 
 
 @cache
@@ -147,7 +150,7 @@ def changed_by(name) -> dict[str, set[str]]:
         return {one for one in after if one not in before or after[one] != before[one]}
 
     found: dict[str, set[str]] = {}
-    for key in [key for key in config if "." not in key or key.startswith((f"{name}.", "evaluation."))]:
+    for key in [key for key in config if "." not in key or key.startswith((f"{name}.", "private-evaluation."))]:
         found[key] = set()
         for change in [] if key in DATA else others(key, config[key]):
             with suppress(ValueError):
@@ -163,7 +166,7 @@ def arguments(name):
         _, *parameters = inspect.signature(kind.__init__).parameters.values()
         for parameter in parameters:
             if parameter.kind is inspect.Parameter.VAR_KEYWORD:
-                found |= {f"Options.{option}" for option in Options.__annotations__}
+                found |= {f"Options.{option}" for option in StrategyOptions.__annotations__}
             else:
                 assert parameter.kind is inspect.Parameter.KEYWORD_ONLY
                 found.add(named(kind, parameter.name))

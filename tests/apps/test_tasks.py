@@ -187,7 +187,7 @@ def test_files_of_fashion_mnist(tmp_path):
 
 def test_files_of_mnist_are_not_those_of_fashion_mnist(tmp_path):
     write(tmp_path, [*range(10), 1], range(10))
-    with pytest.raises(ValueError, match=r"the labels of train are 1 to 2 of a class.*are these the files of MNIST"):
+    with pytest.raises(ValueError, match=r"train has 1 to 2 images per class.*are these the files of MNIST"):
         fashion_mnist.load(str(tmp_path), fashion_mnist.Own())
     with pytest.raises(ValueError, match=r"needs its four idx files.*https://github\.com/zalandoresearch/fashion-mnist"):
         fashion_mnist.load("", fashion_mnist.Own())

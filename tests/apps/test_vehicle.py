@@ -53,7 +53,7 @@ def with_record(values, key, value):
     [
         (lambda v: "[1, 2", r"vehicle\.json: is not JSON: .*line 1"),
         (lambda v: {**v, "user_data": []}, "with the dict 'user_data'"),
-        (lambda v: {**v, "users": ["a", "b", "c"]}, "must be the same"),
+        (lambda v: {**v, "users": ["a", "b", "c"]}, "must have equally many, with the same names"),
         (lambda v: {**v, "num_samples": [20, 12, 31]}, "f_00002: has 30 x and 30 y where num_samples says 31"),
         (lambda v: {**v, "user_data": {**v["user_data"], "f_00001": {"x": []}}}, "must have the lists 'x' and 'y'"),
         (lambda v: with_record(v, "x", [0.0] * 99), r"vehicle\.json, f_00001, record 7: x must be 100 finite numbers"),

@@ -9,11 +9,11 @@ import pytest
 from flower_dp.apps.commands import cost
 from flower_dp.audit import CASES, Claim, audit
 from flower_dp.audit.audit import estimator_of
-from flower_dp.audit.case import Trials, quiet
+from flower_dp.audit.case import TrialRunner, quiet
 from flower_dp.audit.methods import CLIP_NORM, case_of, noised_sum
 from flower_dp.core import noise
 from flower_dp.core.sampling import FullSampling
-from flower_dp.privacy.events import leaves_of
+from flower_dp.privacy.events import flatten_event
 from flower_dp.running import apps
 from flower_dp.strategies import DPFedAvg
 
@@ -33,7 +33,7 @@ PRESETS = (
 def test_every_case_runs_with_and_without_the_unit_and_has_a_claim(case):
     """Whether trials refute it is not asked: so few that a test has time for would refute no claim as large as these."""
     with quiet():
-        runs = Trials(case)
+        runs = TrialRunner(case)
         without, with_it = (runs.run(present=present) for present in (False, True))
         claim = Claim.of(runs.statement, runs.ledger)
     assert without.keys() == with_it.keys()
@@ -41,7 +41,7 @@ def test_every_case_runs_with_and_without_the_unit_and_has_a_claim(case):
     assert claim.event
 
 
-SHARED = ("dp-fedavg, distributed", "dp-fedavg, distributed, replace-one", "dp-fedavg, untrusted server", "dp-fedsam")
+SHARED = ("dp-fedavg, distributed", "dp-fedavg, distributed, replace-one", "dp-fedavg, server adds no shares", "dp-fedsam")
 
 
 @pytest.mark.parametrize("label", [*SHARED, "fed-smp, rand-k"])
@@ -50,22 +50,22 @@ def test_a_participant_meets_just_the_noise_of_the_claim(label, monkeypatch):
     case, drawn = CASES[label], []
     monkeypatch.setattr(noise, "gaussian", lambda like, std, step, rng: drawn.append(std) or 0.0 * like)
     with quiet():
-        runs = Trials(case)
+        runs = TrialRunner(case)
         for present in (False, True):
             drawn.clear()
             runs.run(present=present)
-            own = runs.strategy.rules.training.noise.share(len(case.present))
-            ((leaf, count),) = leaves_of(runs.ledger.event)
+            own = runs.strategy.rules.training.noise.share_std(len(case.present))
+            ((leaf, count),) = flatten_event(runs.ledger.event)
             unknown = math.sqrt(sum(std**2 for std in drawn) - own**2)
             assert (unknown, count % 1) == (pytest.approx(leaf.noise_multiplier * CLIP_NORM, rel=1e-3), 0)
 
 
 def test_runs_share_nothing():
     with quiet():
-        runs = Trials(CASES["fedsgd-dpc, Gaussian"])
+        runs = TrialRunner(CASES["fedsgd-dpc, Gaussian"])
         values = [runs.run(present=present)["projection"] for present in (True, True, False, True)]
     assert len(set(values)) == 4
-    assert runs.statement.num_rounds == 1
+    assert runs.statement.num_charged_rounds == 1
 
 
 @pytest.mark.slow
@@ -74,7 +74,7 @@ def test_a_preset_is_a_case(preset):
     run = apps.resolve(preset, [])
     case = case_of(preset, {**run.app.settings(), **run.overrides})
     with quiet():
-        runs = Trials(case)
+        runs = TrialRunner(case)
         for present in (True, False):
             runs.run(present=present)
         assert runs.statement.private
@@ -127,13 +127,13 @@ def test_a_case_without_privacy_or_with_fixed_noise_is_refused():
         ("dp-fedavg, Poisson", "sampled-Gaussian trade-off"),
         ("fedsgd-dpc, Laplace", "Laplace trade-off"),
         ("dp-pasgd, Poisson", "sampled-Gaussian trade-off"),
-        ("dp-fedpaq, quantised", "any mechanism"),
+        ("dp-fedpaq, quantized", "any mechanism"),
     ],
 )
 def test_an_estimator_is_chosen_by_what_was_charged(label, name):
     case = CASES[label]
     with quiet():
-        runs = Trials(case)
+        runs = TrialRunner(case)
         runs.run(present=True)
         estimator = estimator_of(case, Claim.of(runs.statement, runs.ledger))
     assert estimator.name == name

@@ -139,8 +139,8 @@ def test_bounds_printed_in_the_paper(num_canaries, num_guesses, num_correct, del
 
 
 @pytest.mark.parametrize("delta", [0.0, 1e-5, 1e-3])
-def test_exact_p_value_of_leaky_randomised_response_is_never_above_the_bound(delta):
-    """Each bit is told with probability delta, else by randomised response: (epsilon, delta)-private, and guessed as well as can be."""
+def test_exact_p_value_of_leaky_randomized_response_is_never_above_the_bound(delta):
+    """Each bit is told with probability delta, else by randomized response: (epsilon, delta)-private, and guessed as well as can be."""
     m, epsilon = 40, 1.0
     right = delta + (1 - delta) * math.exp(epsilon) / (1 + math.exp(epsilon))
     for correct in range(m + 1):

@@ -16,11 +16,18 @@ from flower_dp.clients import FlatModel, TensorRecords
 from flower_dp.core import noise
 from flower_dp.privacy.dp_fedpaq import FedPAQSteps
 from flower_dp.running import apps
-from flower_dp.wire import Ask, Instruction, OwnAsk, Promise
+from flower_dp.wire import Instruction, LocalRequest, Promise, ReleaseRequest
 
 # 200 clients with three real digits each, all in every round; half of them are canaries.
 CLIENTS = [
-    *("num-clients=200", "partition=sample", "records-per-client=3", "model=logistic", "batch-size=3", "engine=one-by-one"),
+    *(
+        "num-clients=200",
+        "partition=sample",
+        "records-per-client=3",
+        "model=logistic",
+        "batch-size=3",
+        "training-engine=one-by-one",
+    ),
     *("num-rounds=3", "seed=1"),
 ]
 FULL = [*CLIENTS, "method=dp-fedavg", "sampling=full"]
@@ -44,7 +51,9 @@ def fedpaq(method="dp-fedpaq", *more):
 def little_noise(monkeypatch):
     """Plant a bug: all Gaussian noise has next to none of its scale, and what is claimed stays what it is."""
     real = noise.gaussian
-    monkeypatch.setattr(noise, "gaussian", lambda like, scale, step, rng: noise.nearest(real(like, scale, step, rng) / 200, step))
+    monkeypatch.setattr(
+        noise, "gaussian", lambda like, scale, step, rng: noise.round_to_nearest(real(like, scale, step, rng) / 200, step)
+    )
 
 
 # Of tests in which a correct run must not be flagged.
@@ -91,7 +100,7 @@ def test_every_kind_of_noised_sum_is_audited(settings):
     assert audit.relation == ("replace-one" if "sampling=fixed-size" in settings else "add-or-remove-one")
 
 
-def test_contributions_of_a_coin_are_neighbours_by_the_relation():
+def test_contributions_of_a_coin_are_neighbors_by_the_relation():
     names, choices = [f"c{i}" for i in range(9)], np.array([1, -1, 1, -1])
     words = {"dimension": 50, "rng": np.random.default_rng(0)}
     added = ClientCanaries.drawn(names, choices, relation="add-or-remove-one", **words)
@@ -199,9 +208,9 @@ def test_rows_of_scaffold_are_seen_without_their_drift():
     own = np.zeros(3)
     for number, (gradient, control) in enumerate(zip((first, second), controls, strict=True), start=1):
         update = -2 * 0.5 * (gradient + control - own)
-        own_ask = {"a": OwnAsk(weight=1.0, terms="", noise_multiplier=1.0, number=1, run="a run")}
+        own_ask = {"a": LocalRequest(weight=1.0, terms="", noise_multiplier=1.0, number=1, run="a run")}
         promise, vectors = Promise(clip_norm=1.0, noise_multiplier=1.0), {"control": control.astype(np.float32)}
-        ask = Ask(promise=promise, placement="local", own=own_ask, vectors=vectors)
+        ask = ReleaseRequest(promise=promise, placement="local", own=own_ask, vectors=vectors)
         asked = Instruction(server_round=number, method="scaffold", clients=("a",), ask=ask)
         row = replies._own("a", asked, update.astype(np.float32))
         np.testing.assert_allclose(row, -gradient, atol=1e-6)

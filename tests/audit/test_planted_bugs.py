@@ -15,13 +15,13 @@ import pytest
 from dp_accounting import NoOpDpEvent
 
 from flower_dp.audit import audit, worst_case
-from flower_dp.audit.case import Trials, quiet
+from flower_dp.audit.case import TrialRunner, quiet
 from flower_dp.audit.methods import fedsgd_dpc, local_steps, noised_sum
 from flower_dp.clients import answering
 from flower_dp.core import noise
 from flower_dp.core.sampling import PoissonSampling
 from flower_dp.privacy import accounting, events
-from flower_dp.privacy.events import leaves_of
+from flower_dp.privacy.events import flatten_event
 from flower_dp.strategies.releases import limits, shared_noise
 from flower_dp.strategies.releases.noised_sum import NoisedSum
 from flower_dp.strategies.session import Session
@@ -43,10 +43,10 @@ distributed = partial(fed_avg, placement="distributed")
 SHARED = distributed("distributed", noise_multiplier=1.85, relation="replace-one")
 SHARES = distributed("distributed, add-or-remove-one", noise_multiplier=0.5 * math.sqrt(4 / 3))
 SHARES_REPLACED = distributed("distributed, replace-one", noise_multiplier=math.sqrt(4 / 3), relation="replace-one")
-SHARES_UNTRUSTED = distributed("distributed, untrusted", noise_multiplier=0.5 * math.sqrt(4 / 3), trusted_server=False)
+SHARES_UNTRUSTED = distributed("distributed, untrusted", noise_multiplier=0.5 * math.sqrt(4 / 3), server_completes_noise=False)
 RECORDS = fedsgd_dpc("records", mechanism="gaussian", relation="add-or-remove-one", epsilon=1.0)
 LAPLACE = fedsgd_dpc("Laplace", mechanism="laplace", epsilon=1.0)
-QUANTISED = local_steps("quantised", quantization_levels=10, epsilon=0.5, delta=0.2)
+QUANTIZED = local_steps("quantized", quantization_levels=10, epsilon=0.5, delta=0.2)
 PER_STEP = local_steps("per-step", sensitivity="per-step", epsilon=1.0)
 CONVEX = local_steps("convex-glm", sensitivity="convex-glm", epsilon=1.0)
 ADAPTIVE = fed_avg("adaptive", noise_multiplier=0.6, clip_quantile=0.5)
@@ -62,12 +62,16 @@ def _no_cost_is_remembered():
 
 def quarter_of_the_noise(monkeypatch):
     whole = noise.gaussian
-    monkeypatch.setattr(noise, "gaussian", lambda like, std, step, rng: noise.nearest(whole(like, std, step, rng) / 4, step))
+    monkeypatch.setattr(
+        noise, "gaussian", lambda like, std, step, rng: noise.round_to_nearest(whole(like, std, step, rng) / 4, step)
+    )
 
 
 def hundredth_of_the_noise(monkeypatch):
     whole = noise.gaussian
-    monkeypatch.setattr(noise, "gaussian", lambda like, std, step, rng: noise.nearest(whole(like, std, step, rng) / 100, step))
+    monkeypatch.setattr(
+        noise, "gaussian", lambda like, std, step, rng: noise.round_to_nearest(whole(like, std, step, rng) / 100, step)
+    )
 
 
 def shares_by_their_number(monkeypatch):
@@ -76,7 +80,7 @@ def shares_by_their_number(monkeypatch):
 
 
 def no_factor_of_replace_one(monkeypatch):
-    monkeypatch.setattr(events, "effective", lambda multiplier, relation: multiplier)
+    monkeypatch.setattr(events, "noise_over_sensitivity", lambda multiplier, relation: multiplier)
 
 
 def no_clip(monkeypatch):
@@ -107,8 +111,8 @@ def clip_of_each_tensor(monkeypatch):
 
 
 def weights_after_the_clip(monkeypatch):
-    checked = limits.Limits._checked
-    monkeypatch.setattr(limits.Limits, "_checked", lambda self, vector, clients: 10 * checked(self, vector, clients))
+    checked = limits.ReplyLimits._checked
+    monkeypatch.setattr(limits.ReplyLimits, "_checked", lambda self, vector, clients: 10 * checked(self, vector, clients))
 
 
 def one_noise_for_all_rounds(monkeypatch):
@@ -144,7 +148,7 @@ def one_noise_for_all_clients(monkeypatch):
 
 def cohort_of_the_largest_updates(monkeypatch):
     """All clients are asked, and those with the largest updates are the cohort: the unit, whenever it has one."""
-    monkeypatch.setattr(PoissonSampling, "choose", lambda self, server_round, num_clients, rng: np.arange(num_clients))
+    monkeypatch.setattr(PoissonSampling, "sample", lambda self, server_round, num_clients, rng: np.arange(num_clients))
 
 
 def only_the_first_release_charged(monkeypatch):
@@ -159,12 +163,12 @@ def only_the_first_release_charged(monkeypatch):
 
 def noise_of_half_precision(monkeypatch):
     """Noise is a float16, and neither it nor the value is on a lattice."""
-    monkeypatch.setattr(noise, "toward_zero", lambda values, step: values)
+    monkeypatch.setattr(noise, "round_toward_zero", lambda values, step: values)
     monkeypatch.setattr(noise, "gaussian", lambda like, std, step, rng: std * rng.standard_normal(like.shape).astype(np.float16))
 
 
 def value_off_the_lattice(monkeypatch):
-    monkeypatch.setattr(noise, "toward_zero", lambda values, step: values)
+    monkeypatch.setattr(noise, "round_toward_zero", lambda values, step: values)
 
 
 def no_noise_on_the_indicator(monkeypatch):
@@ -185,7 +189,9 @@ def unbounded_indicator(monkeypatch):
     whole = parts.indicator
     monkeypatch.setattr(parts, "indicator", lambda update, clip_norm, scale: 20 * whole(update, clip_norm, scale))
     monkeypatch.setattr(
-        limits.Limits, "_clipped", lambda self, vector, clients, bound: np.append(limits._clipped(vector[:-1], bound), vector[-1])
+        limits.ReplyLimits,
+        "_clipped",
+        lambda self, vector, clients, bound: np.append(limits._clipped(vector[:-1], bound), vector[-1]),
     )
 
 
@@ -239,10 +245,10 @@ def test_a_bug_makes_the_effect_larger_than_the_claim(plant, case, factor, monke
     deviation = strategy.rules.release.noise_scale * math.sqrt(case.num_rounds)
     monkeypatch.setattr(noise, "gaussian", lambda like, std, step, rng: 0.0 * like)
     with quiet():
-        runs = Trials(case)
+        runs = TrialRunner(case)
         without, with_it = (runs.run(present=present)["projection"] for present in (False, True))
     effect = (with_it - without) / np.linalg.norm(worst_case.direction(case.inputs)) / deviation
-    claimed = math.sqrt(sum(count / leaf.noise_multiplier**2 for leaf, count in leaves_of(runs.ledger.event)))
+    claimed = math.sqrt(sum(count / leaf.noise_multiplier**2 for leaf, count in flatten_event(runs.ledger.event)))
     assert effect == pytest.approx(factor * claimed, rel=1e-3)
 
 
@@ -253,7 +259,7 @@ def test_a_bug_makes_the_effect_larger_than_the_claim(plant, case, factor, monke
         (LITTLE, 100),
         *(
             (one, 40)
-            for one in (TWO_ROUNDS, REPLACED, SAMPLED, SHARED, SHARES, RECORDS, LAPLACE, QUANTISED, PER_STEP, CONVEX, ADAPTIVE)
+            for one in (TWO_ROUNDS, REPLACED, SAMPLED, SHARED, SHARES, RECORDS, LAPLACE, QUANTIZED, PER_STEP, CONVEX, ADAPTIVE)
         ),
     ],
     ids=lambda value: getattr(value, "label", None),

@@ -49,16 +49,16 @@ def test_a_violation_is_status_1(call, monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((), "--all: or a method, case or preset is missing"),
-        (("dp-fedavg", "--all"), "--all: belongs to no case"),
-        (("nonsense",), "nonsense: is no method (dp-fedavg, "),
+        ((), "--all: is missing; or name a method, a case or a preset"),
+        (("dp-fedavg", "--all"), "--all: can't be combined with dp-fedavg"),
+        (("nonsense",), "nonsense: is not a method that has cases, nor a case; "),
         (("dp-fedavg", "--trials", "5"), "'--trials'"),
         (("dp-fedavg", "--confidence", "1"), "--confidence=1"),
-        (("dp-fedavg", "--set", "num-rounds=3"), "--set: belongs to a preset"),
+        (("dp-fedavg", "--set", "num-rounds=3"), "--set: needs a preset"),
         (("dp-fedavg", "--plot", "it.mp3"), "--plot=it.mp3: must end in"),
         (("mnist-fedavg-not-private",), "is not private"),
-        (("mnist-dp-fedavg", "--canary-seed", "1"), "--canary-seed: belongs to --canaries"),
-        (("mnist-dp-fedavg", "--canaries", "10", "--plot", "a.png"), "--plot: does not go with --canaries"),
+        (("mnist-dp-fedavg", "--canary-seed", "1"), "--canary-seed: needs --canaries"),
+        (("mnist-dp-fedavg", "--canaries", "10", "--plot", "a.png"), "--plot: can't be combined with --canaries"),
         (("no-such-preset", "--canaries", "10"), "no-such-preset"),
     ],
 )
@@ -75,7 +75,9 @@ def test_bad_input_is_status_2(call, arguments, message):
 def test_a_run_whose_canaries_refute_its_claim_ends_with_status_1(call, monkeypatch):
     """Of 400 canaries, that are in each other's way, 144 or 145 of 160 guesses are right with next to no noise: a bound of 1.7."""
     real = noise.gaussian
-    monkeypatch.setattr(noise, "gaussian", lambda like, scale, step, rng: noise.nearest(real(like, scale, step, rng) / 200, step))
+    monkeypatch.setattr(
+        noise, "gaussian", lambda like, scale, step, rng: noise.round_to_nearest(real(like, scale, step, rng) / 200, step)
+    )
     settings = ["method=dp-fedpaq", "partition=sample", "records-per-client=45", "batch-size=45", "num-rounds=1"]
     settings += ["dp-fedpaq.num-local-steps=1", "dp-fedpaq.sensitivity=per-step", "dp-fedpaq.epsilon=1"]
     words = [word for setting in settings for word in ("--set", setting)]

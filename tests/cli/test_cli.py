@@ -112,7 +112,7 @@ Z = ["--noise-multiplier", "1"]
         (["swep"], "No such command 'swep'. Did you mean 'sweep'?"),
         (["plan", "nbafll", "--estimate-from", "quick"], "method='nbafll': has no planner; did you mean nbafl?"),
         (["plan", "nbafl", "--problem", "nowhere.toml"], "problem='nowhere.toml': can't be read"),
-        (["plan", "nbafl", "--problem", "p.toml", "--l2", "0.1"], "--l2=0.1: belongs to --estimate-from"),
+        (["plan", "nbafl", "--problem", "p.toml", "--l2", "0.1"], "--l2=0.1: needs --estimate-from"),
     ],
 )
 def test_bad_options_get_status_2_and_one_line(call, arguments, named):
@@ -146,6 +146,17 @@ def test_of_a_checkout_of_flower_dp_what_differs_is_a_preset(tmp_path):
         apps.resolve(str(tmp_path), [])
 
 
+def test_unknown_settings_are_refused_together_with_at_most_five_suggestions():
+    with pytest.raises(ValueError, match="unknown") as caught:
+        apps.resolve(None, ["foo=1", "ratio=1", "num-rounds=many"])
+    foo, ratio, rounds = str(caught.value).splitlines()
+    assert "did you mean" not in foo
+    suggested = re.findall(r"[\w.-]+-ratio", ratio)
+    assert len(suggested) == 5
+    assert suggested[:3] == ["validation-ratio", "test-ratio", "lus-keep-ratio"]
+    assert rounds.startswith("num-rounds=many: ")
+
+
 def test_a_preset_changes_settings_and_set_wins(tmp_path, call, monkeypatch):
     monkeypatch.chdir(tmp_path)
     given = {"num-rounds": 4, "model": "two words", "report-client-metrics": True, "dp-fedavg.delta": 1.0, "data-dir": "x"}
@@ -170,11 +181,13 @@ def test_a_preset_changes_settings_and_set_wins(tmp_path, call, monkeypatch):
         ),
         (["mnits"], "mnits: is neither a folder of a Flower app, nor a preset, nor a task; did you mean mnist?"),
         (["--set", "num-clints=1"], "num-clints: unknown setting of flower-dp; did you mean num-clients?"),
+        (["--set", "foo=1"], "foo: unknown setting of flower-dp; docs/settings.md lists all settings, `flower-dp presets`"),
+        (["--set", "evaluation.every=1"], "unknown setting of flower-dp; did you mean private-evaluation.every?"),
         (["--set", "num-rounds=1.5"], "num-rounds=1.5: must be a whole number"),
         (["--set", "seed"], "--set seed: must be key=value"),
         (["--set", "output-dir=a", "--output-dir", "b"], "output-dir"),
         (["--output-dir", "."], "already holds a"),
-        (["mnist", "--resume", "x"], "[PRESET | TASK | APP_DIR]: a run that goes on keeps its app"),
+        (["mnist", "--resume", "x"], "[PRESET | TASK | APP_DIR]: can't be used with --resume; a resumed run keeps its app"),
         (["--resume", "x", "--workers", "2", "--ray-address", "auto"], "x: holds no run that `flower-dp run` has begun"),
     ],
 )
@@ -313,8 +326,8 @@ def test_bad_settings_are_found_before_the_server_app_begins(tmp_path, call, lau
 @pytest.mark.parametrize(
     ("setting", "told"),
     [
-        ({"method": "DP-FedAvg"}, "It goes on with: flower-dp run --resume FOLDER"),
-        (None, "It can't go on: FOLDER/checkpoint: checkpoint.state is damaged: its SHA-256 is not the one in it"),
+        ({"method": "DP-FedAvg"}, "Resume it with: flower-dp run --resume FOLDER"),
+        (None, "The run can't be resumed: FOLDER/checkpoint: checkpoint.state is damaged: its SHA-256 is not the one in it"),
     ],
 )
 @pytest.mark.parametrize("how", ["failed", "interrupted"])
@@ -322,7 +335,7 @@ def test_how_a_run_goes_on_is_said_only_if_it_can(foreign, tmp_path, call, launc
     def act(*, output_dir, **keywords):
         kept = CheckpointFolder(output_dir / "checkpoint")
         kept.create()
-        kept.write(Checkpoint(setting=setting or {}, server_round=1, is_over=True, state=RunState(), arrays={}))
+        kept.write(Checkpoint(setting=setting or {}, server_round=1, round_complete=True, state=RunState(), arrays={}))
         if setting is None:
             (kept.path / NEWEST).write_bytes((kept.path / NEWEST).read_bytes()[:-1])
         (output_dir / "statement.txt").write_text("said")
@@ -331,10 +344,10 @@ def test_how_a_run_goes_on_is_said_only_if_it_can(foreign, tmp_path, call, launc
     launched(act)
     folder = tmp_path / "run"
     if how == "failed":  # with the same settings it may fail again
-        told = told.replace("It goes on", "Unless its settings are why it failed, it goes on")
+        told = told.replace("Resume it", "If its settings did not cause the failure, resume it")
     status, _, err = call("run", str(foreign), "--output-dir", str(folder))
     assert status == (130 if how == "interrupted" else 1)
-    assert f"What it released before is in {folder}/statement.txt\n{told.replace('FOLDER', str(folder))}" in err
+    assert f"The statement of everything released so far is {folder}/statement.txt\n{told.replace('FOLDER', str(folder))}" in err
     assert err.count("\n") == (3 if how == "interrupted" else 4)
     assert how == "interrupted" or err.startswith("error: the run failed: ValueError: no data\n")
 
@@ -350,7 +363,7 @@ def test_a_run_that_has_ended_is_told_and_not_started_again(foreign, tmp_path, c
     assert call("run", str(foreign), "--output-dir", str(folder))[0] == 0
     launched(lambda **_: pytest.fail("started"))
     status, out, _ = call("run", "--resume", str(folder))
-    assert (status, out) == (0, f"the run has ended, and is not run again\n\nsaid\nresults: {folder}\n")
+    assert (status, out) == (0, f"The run has ended; there is nothing to resume.\n\nsaid\nresults: {folder}\n")
 
 
 def test_a_run_whose_process_has_died_is_told_from_its_folder(tmp_path, capsys):
@@ -359,11 +372,18 @@ def test_a_run_whose_process_has_died_is_told_from_its_folder(tmp_path, capsys):
     assert launch.tell_died(str(tmp_path), 0) == 1
     err = capsys.readouterr().err
     assert err.startswith("error: the run failed: the process that ran the app ended before the run did\nOSError: full\n")
-    assert f"Flower's log is {tmp_path}/flower.log\nWhat it released before is in {tmp_path}/statement.txt\n" in err
+    assert (
+        f"Flower's log is {tmp_path}/flower.log\nThe statement of everything released so far is {tmp_path}/statement.txt\n" in err
+    )
     assert launch.tell_died(str(tmp_path), signal.SIGINT) == 130
-    assert f"error: interrupted by SIGINT; nothing is left running; its folder is {tmp_path}\nWhat it" in capsys.readouterr().err
+    assert (
+        f"error: interrupted by SIGINT; nothing is left running; its folder is {tmp_path}\nThe statement of everything"
+        in capsys.readouterr().err
+    )
     assert launch.tell_died("", 0) == 1
-    assert capsys.readouterr().err == "error: the process of the command has died; the same command begins anew, or goes on\n"
+    assert (
+        capsys.readouterr().err == "error: the process of the command has died; repeat the command to begin anew or to resume\n"
+    )
 
 
 # progress
@@ -378,8 +398,8 @@ def test_a_line_a_round(capsys, monkeypatch):
         lines.show({"round": 4, "num-rounds": 20, "loss": None, "accuracy": 0.8125, "epsilon": None})
     assert capsys.readouterr().out.splitlines() == [
         "round 0/20  loss 2.3026  accuracy 10.0 %  epsilon 0.000",
-        "round 2/20  epsilon 0.932  left 0:36",  # 2 s a round, 18 to go
-        "round 4/20  accuracy 81.2 %  not private  left 0:32",
+        "round 2/20  epsilon 0.932  eta 0:36",  # 2 s a round, 18 to go
+        "round 4/20  accuracy 81.2 %  not private  eta 0:32",
     ]
 
 

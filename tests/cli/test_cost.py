@@ -41,11 +41,11 @@ def test_a_run_that_a_target_ends_is_told_with_its_rounds_in_words(call):
 @pytest.mark.parametrize(
     ("command", "more", "warning"),
     [
-        (("epsilon", "--noise-multiplier", "4"), ("--delta", "0.3"), "0.3 is at least 1 / 4 clients"),
-        (("epsilon", *IN_TURN, "--num-clients", "200"), ("--delta", "0.005"), "0.005 is at least 1 / 200 clients"),
+        (("epsilon", "--noise-multiplier", "4"), ("--delta", "0.3"), "0.3 is at least 1/4 for 4 clients"),
+        (("epsilon", *IN_TURN, "--num-clients", "200"), ("--delta", "0.005"), "0.005 is at least 1/200 for 200 clients"),
         (("epsilon", *IN_TURN, "--num-clients", "199"), ("--delta", "0.005"), None),
-        (("epsilon", "mnist-dp-fedavg"), (*QUICK, "--set", "dp-fedavg.delta=0.005"), "0.005 is at least 1 / 200 clients"),
-        (("epsilon", "breast-cancer-fedsgd-dpc"), ("--set", "fedsgd-dpc.delta=0.5"), " records, and a mechanism that publishes"),
+        (("epsilon", "mnist-dp-fedavg"), (*QUICK, "--set", "dp-fedavg.delta=0.005"), "0.005 is at least 1/200 for 200 clients"),
+        (("epsilon", "breast-cancer-fedsgd-dpc"), ("--set", "fedsgd-dpc.delta=0.5"), " records. A mechanism that publishes"),
     ],
 )
 def test_a_delta_that_promises_nothing_is_warned_of(call, command, more, warning):
@@ -65,26 +65,29 @@ def test_an_app_around_ones_own_model_is_told_as_well(call, tmp_path):
     assert json.loads(out)["num_rounds"] == 30
     status, _, err = call("epsilon", str(tmp_path / "mine"), *LOCAL)
     assert status == 2
-    assert "epsilon follows from every client's number of records" in err
+    assert "epsilon depends on each client's number of records" in err
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("epsilon", "--set", "seed=1"), "--set belongs to a preset, a task, a method or an app"),
+        (("epsilon", "--set", "seed=1"), "--set: needs a preset, a task, a method or an app"),
         (("epsilon", str(STOCK)), "names no function `cost` under [tool.flower-dp]; in its place describe what"),
-        (("calibrate", "dp-fedavg", "--epsilon", "8", "--num-rounds", "9"), "--num-rounds: dp-fedavg has settings of its own"),
+        (
+            ("calibrate", "dp-fedavg", "--epsilon", "8", "--num-rounds", "9"),
+            "--num-rounds: can't be combined with dp-fedavg; change its settings with --set",
+        ),
         (
             ("calibrate", "dp-fedavg", "--epsilon", "8", "--set", "dp-fedavg.noise-multiplier=2"),
             "noise-multiplier=2.0: epsilon=8 determines it",
         ),
         (
             ("calibrate", "mnist-dp-fedpaq", "--epsilon", "8", *PAPER),
-            "--epsilon=8: with dp-fedpaq.calibration=paper it is no budget of the run",
+            "--epsilon=8: must be the epsilon of the run, and with dp-fedpaq.calibration=paper it is not",
         ),
         (
             ("epsilon", "dp-fedavg", *QUICK, "--set", "dp-fedavg.target-epsilon=0.01"),
-            "no round can be run: the first one alone would pass the target",
+            "target-epsilon: the first round alone would exceed it, so no round can run",
         ),
     ],
 )
@@ -101,26 +104,26 @@ def test_bad_options_end_with_one_line_that_names_them(call, arguments, message)
 def test_the_best_of_several_releases(call):
     # Corollary 3 of Papernot & Steinke (2022): a pure epsilon of 0.5 becomes at most (2 + shape) of it.
     plain = ("epsilon", "--mechanism", "laplace", "--noise-multiplier", "2", "--delta", "0")
-    status, out, err = call(*plain, "--best-of", "1000", "--best-of-shape", "0", "--json")
+    status, out, err = call(*plain, "--best-of-mean", "1000", "--best-of-shape", "0", "--json")
     assert (status, err) == (0, "")
     found = json.loads(out)
     assert (found["epsilon"], found["best_of_mean"], found["best_of_shape"]) == (0.5, 1000, 0)
     assert found["best_of_epsilon"] == pytest.approx(2 * 0.5, rel=1e-6)
-    lines = dict(line.rsplit(maxsplit=1) for line in call(*plain, "--best-of", "1000")[1].splitlines())
+    lines = dict(line.rsplit(maxsplit=1) for line in call(*plain, "--best-of-mean", "1000")[1].splitlines())
     assert (lines["epsilon"], lines["epsilon of best"]) == ("0.5", "1.50001")
 
 
 def test_the_best_of_several_runs_is_told_against_outsiders(call):
     # Shares of noise: outsiders see more noise than participants do.
-    status, out, err = call("epsilon", "dp-fedsam", *QUICK, "--best-of", "10", "--json")
+    status, out, err = call("epsilon", "dp-fedsam", *QUICK, "--best-of-mean", "10", "--json")
     assert (status, err) == (0, "")
     found = json.loads(out)
-    event, statement = plugins.outside_of(apps.resolve(None, ["method=dp-fedsam", *QUICK[1::2]]))
+    event, statement = plugins.event_against_outsiders(apps.resolve(None, ["method=dp-fedsam", *QUICK[1::2]]))
     assert found["against outsiders"] == pytest.approx(
         accounting.epsilon(event, delta=statement.delta, relation=statement.relation).epsilon
     )
     assert found["against outsiders"] < found["against participants"]
-    law = selection.TruncatedNegativeBinomial(mean=10)
+    law = selection.NegativeBinomialRunCount(mean=10)
     cost = selection.epsilon([event], law, delta=statement.delta, relation=statement.relation)
     assert found["best_of_epsilon"] == cost.epsilon > found["against outsiders"]
 
@@ -128,10 +131,13 @@ def test_the_best_of_several_runs_is_told_against_outsiders(call):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("mnist-nbafl", "--best-of", "10"), "protected from the server, which sees every run"),
-        (("--noise-multiplier", "2", "--delta", "1e-5", "--best-of", "0.5"), "--best-of: mean=0.5"),
-        (("--noise-multiplier", "2", "--delta", "1e-5", "--best-of", "2", "--best-of-shape", "-1"), "--best-of: shape=-1"),
-        (("--noise-multiplier", "2", "--delta", "1e-5", "--best-of-shape", "0"), "--best-of is missing"),
+        (("mnist-nbafl", "--best-of-mean", "10"), "protected from the server, which sees every run"),
+        (("--noise-multiplier", "2", "--delta", "1e-5", "--best-of-mean", "0.5"), "--best-of-mean: mean=0.5"),
+        (
+            ("--noise-multiplier", "2", "--delta", "1e-5", "--best-of-mean", "2", "--best-of-shape", "-1"),
+            "--best-of-mean: shape=-1",
+        ),
+        (("--noise-multiplier", "2", "--delta", "1e-5", "--best-of-shape", "0"), "--best-of-shape: needs --best-of-mean"),
     ],
 )
 def test_a_choice_that_has_no_bound_is_refused(call, options, message):

@@ -1,4 +1,4 @@
-"""flower-dp ledger."""
+"""flower-dp ledger show | create-device | create-server."""
 
 import json
 import math
@@ -8,7 +8,7 @@ import pytest
 from dp_accounting import GaussianDpEvent
 
 from flower_dp.privacy import accounting
-from flower_dp.privacy.budget import JointBudget
+from flower_dp.privacy.budget import LedgerBudget
 from flower_dp.privacy.device_store import DeviceLedger
 from flower_dp.privacy.mechanisms import Gaussian, Laplace
 from flower_dp.privacy.store import Store
@@ -18,14 +18,19 @@ from tests.privacy.test_store import charge, local
 
 @pytest.fixture
 def says(call):
-    return lambda *arguments: call("ledger", *map(str, arguments))
+    return lambda *arguments: call("ledger", "show", *map(str, arguments))
 
 
-def test_a_ledger_is_created_and_shown(says, tmp_path):
+@pytest.fixture
+def creates(call):
+    return lambda kind, *arguments: call("ledger", f"create-{kind}", *map(str, arguments))
+
+
+def test_a_ledger_is_created_and_shown(says, creates, tmp_path):
     path = tmp_path / "device.sqlite"
     shown = "hospital-7: no reply yet, no terms\nhospital-8: no reply yet, no terms\n"
-    assert says(path, "--create", "hospital-7", "--create", "hospital-8") == (0, shown, "")
-    assert says(path, "--create", "hospital-7") == (2, "", f"error: ledger {path}: exists already\n")
+    assert creates("device", path, "hospital-7", "hospital-8") == says(path) == (0, shown, "")
+    assert creates("device", path, "hospital-7") == (2, "", f"error: ledger {path}: exists already\n")
     assert list(DeviceLedger(path).read()) == ["hospital-7", "hospital-8"]
 
 
@@ -76,7 +81,7 @@ def gaussian(*multipliers):
 
 BUDGET = ("--budget", "8", "--delta", "1e-5")
 TOGETHER = "budget of all runs together: epsilon 8 at delta 1e-05"
-ADAPTIVE = f"{TOGETHER}, whatever decides the settings of a run (fully adaptive)"
+ADAPTIVE = f"{TOGETHER}, however the settings of a run are chosen (fully adaptive)"
 
 
 @pytest.mark.parametrize(
@@ -88,28 +93,35 @@ ADAPTIVE = f"{TOGETHER}, whatever decides the settings of a run (fully adaptive)
         ((*BUDGET, "--fully-adaptive", "--renyi-order", "3.3"), {"fully_adaptive": True, "renyi_order": 3.3}, f"{ADAPTIVE}\n"),
     ],
 )
-def test_a_servers_ledger_is_created_with_a_budget_of_all_runs(says, path, arguments, budget, told):
-    assert says(path, "--create-server", *arguments) == (0, f"no run yet\n{told}", "")
-    assert Store(path).budget == (None if budget is None else JointBudget(epsilon=8.0, delta=1e-5, **budget))
-    assert says(path, "--create-server") == (2, "", f"error: ledger {path}: exists already\n")
+def test_a_servers_ledger_is_created_with_a_budget_of_all_runs(says, creates, path, arguments, budget, told):
+    assert creates("server", path, *arguments) == says(path) == (0, f"no run yet\n{told}", "")
+    assert Store(path).budget == (None if budget is None else LedgerBudget(epsilon=8.0, delta=1e-5, **budget))
+    assert creates("server", path) == (2, "", f"error: ledger {path}: exists already\n")
 
 
 @pytest.mark.parametrize(
     ("arguments", "why"),
     [
-        (["--create-server", "--budget", "8"], "--budget: means nothing without --delta"),
-        (["--budget", "8"], "--budget: means nothing without --create-server"),
-        (["--create-server", "--fully-adaptive"], "--fully-adaptive: means nothing without --budget"),
-        (["--create-server", *BUDGET, "--renyi-order", "3"], "--renyi-order: means nothing without --fully-adaptive"),
-        (["--create-server", *BUDGET, "--fully-adaptive", "--renyi-order", "1.01"], "--renyi-order=1.01: is above 1024, or"),
-        (["--create-server", "--create", "a"], "--create: is of a device's ledger"),
-        ([], "does not exist; create it with `flower-dp ledger "),
+        (["--budget", "8"], "--budget: needs --delta"),
+        (["--delta", "1e-5"], "--delta: needs --budget"),
+        (["--fully-adaptive"], "--fully-adaptive: needs --budget"),
+        ([*BUDGET, "--renyi-order", "3"], "--renyi-order: needs --fully-adaptive"),
+        ([*BUDGET, "--fully-adaptive", "--renyi-order", "1.01"], "--renyi-order=1.01: is above 1024, or"),
+        (["--budget", "8", "--delta", "0"], "--delta=0.0: must be"),
     ],
 )
-def test_what_makes_no_sense_is_refused_and_creates_nothing(says, path, arguments, why):
-    status, out, err = says(path, *arguments)
+def test_what_makes_no_sense_is_refused_and_creates_nothing(creates, path, arguments, why):
+    status, out, err = creates("server", path, *arguments)
     assert (status, out) == (2, "")
     assert why in err
+    assert list(path.parent.iterdir()) == []
+
+
+def test_a_ledger_that_does_not_exist_and_one_without_clients_are_refused(says, creates, path):
+    for status, out, err in (says(path), creates("device", path)):
+        assert (status, out) == (2, "")
+        assert err.count("\n") == 1
+    assert f"does not exist; create it with `flower-dp ledger create-server {path}`" in says(path)[2]
     assert list(path.parent.iterdir()) == []
 
 
@@ -124,7 +136,7 @@ def test_all_runs_and_clients_and_their_joint_epsilon_are_shown(says, path):
     assert f"epsilon {shown[1]} (record, replace-one)" in lines[1]
     assert lines[3:6] == [f"  b: epsilon {shown[2]}", f"  a: epsilon {shown[0]}", f"  c: epsilon {shown[1]}"]
     assert lines[6].startswith(f"all 2 runs together (record, replace-one): epsilon {shown[2]} at delta 0.001, accountant")
-    assert lines[9] == "no accountant adds up costs of different units or relations: they are apart"
+    assert lines[9] == "costs of different units or relations are apart: no accountant adds them up"
     status, out, _ = says(path, "--json", "--delta", 1e-3)
     told = json.loads(out)
     joint = {"unit": "record", "relation": "replace-one", "accountant": "gaussian-exact", "runs": 2}
@@ -138,7 +150,7 @@ def test_all_runs_and_clients_and_their_joint_epsilon_are_shown(says, path):
     ("budget", "arguments", "delta"), [(1e-3, (), 1e-3), (1e-3, ("--delta", "1e-6"), 1e-6), (None, (), 1e-4)]
 )
 def test_the_delta_is_the_given_one_or_that_of_the_budget_or_the_least_of_the_runs(says, path, budget, arguments, delta):
-    Store.create(path, budget and JointBudget(epsilon=100.0, delta=budget))
+    Store.create(path, budget and LedgerBudget(epsilon=100.0, delta=budget))
     with Store(path) as ledger:
         ledger.append(ledger.begin(method="m", delta=1e-4), charge())
         ledger.begin(method="pure", delta=0.0)
@@ -172,5 +184,5 @@ def test_of_many_clients_those_who_were_charged_most_are_shown(says, path):
     lines = says(path)[1].splitlines()
     assert lines[1].startswith("  c29: epsilon ")
     assert lines[2].startswith("  c00: epsilon ")
-    assert lines[21] == "  and 10 others, with less: --json has all"
+    assert lines[21] == "  and 10 others, with no more; --json has all"
     assert len(json.loads(says(path, "--json")[1])["clients"]) == 30

@@ -13,12 +13,12 @@ from flwr.clientapp import ClientApp
 import tests.grids  # noqa: F401 (messages need the identity that it sets)
 from flower_dp import wire
 from flower_dp.clients import ClientPolicy, DPClient, TensorRecords, Training, client_app
-from flower_dp.clients.reasons import Declined
+from flower_dp.clients.refusal_messages import Declined
 from flower_dp.clients.reply.client_level import CLIENT_LEVEL
 from flower_dp.core.compression import decode
 from flower_dp.core.noise import lattice_step
 from flower_dp.core.vectors import Layout
-from flower_dp.wire import MESSAGE_API, NUMPY_CLIENT, Answer, Instruction
+from flower_dp.wire import MESSAGE_API, NUMPY_CLIENT, Instruction, ReplyHeader
 from tests.asks import GONE, answered, ask, config_of, forged, reasons, told
 from tests.local_grids import TRAINING, Direct, context_of
 
@@ -55,11 +55,11 @@ def _step(size: int, **changes: Any) -> float:
     return asked.step
 
 
-def _fit(client: DPClient, names: tuple[str, ...], **changes: Any) -> tuple[np.ndarray, Answer]:
+def _fit(client: DPClient, names: tuple[str, ...], **changes: Any) -> tuple[np.ndarray, ReplyHeader]:
     size = client.model.layout.size
     instruction = _instruction(names, size=size, **changes)
     arrays, count, answer = client.fit([np.zeros(size, np.float32)], config_of(instruction))
-    read = Answer.from_json(answer[wire.KEY], names)
+    read = ReplyHeader.from_json(answer[wire.KEY], names)
     assert count == 1  # example counts are private
     assert list(answer) == [wire.KEY]
     return decode(wire.payload_of(ArrayRecord(arrays), read.payload, size), size), read
@@ -263,7 +263,7 @@ def _record(vector: np.ndarray, layout: Layout) -> ArrayRecord:
     return wire.Model(names=layout.names, layout=layout, vector=vector, frozen={}).record(vector)
 
 
-def _reply(name: str, instruction: Instruction, vector: np.ndarray | None = None) -> tuple[list[np.ndarray], Answer]:
+def _reply(name: str, instruction: Instruction, vector: np.ndarray | None = None) -> tuple[list[np.ndarray], ReplyHeader]:
     app, record_names = APPS[name]
     layout = _client(DATA).model.layout
     record = _record(np.zeros(30, np.float32) if vector is None else vector, layout)
@@ -293,7 +293,7 @@ def test_the_query_names_the_clients_and_the_methods() -> None:
     reply = client_app(_make)(message, context_of())
     (config,) = reply.content.config_records.values()
     hosted = wire.hosted_of(reply.content, most_names=2)
-    assert hosted == wire.Hosted(names=("a", "b"), methods=frozenset({*CLIENT_LEVEL, wire.EVALUATION}))
+    assert hosted == wire.HostedClients(names=("a", "b"), methods=frozenset({*CLIENT_LEVEL, wire.EVALUATION}))
     assert set(json.loads(str(config[wire.KEY]))) == {"protocol", "clients", "methods"}
 
 

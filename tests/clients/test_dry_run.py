@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from flower_dp import clients as dp
 from flower_dp import wire
-from flower_dp.clients import DatasetRecords, FedSGDDPCRecipe, TensorRecords, Training, reasons
+from flower_dp.clients import DatasetRecords, FedSGDDPCRecipe, TensorRecords, Training, refusal_messages
 from flower_dp.clients.reply.parts import RecordClip
 from flower_dp.clients.training import dry_run
 from flower_dp.clients.training.record_clipping import clipped_sum
@@ -64,7 +64,7 @@ class Detached(nn.Linear):
         return super().forward(inputs).detach()
 
 
-class Centred(nn.Linear):
+class Centered(nn.Linear):
     def forward(self, inputs: Tensor) -> Tensor:
         if len(inputs) < 2:
             raise ValueError("a batch of one")
@@ -125,18 +125,23 @@ NO_NUMBER, BINARY, SQUARE = (
 )
 HUBER = replace(PLAIN, loss=nn.HuberLoss())
 BROKEN: dict[str, tuple[Any, Any, Training, str]] = {
-    "uint8": (convolution, tensors(BYTES), PLAIN, reasons.WHOLE_NUMBERS),
-    "dict rows": (linear, rows({"image": torch.ones(4), "label": NAME}), PLAIN, reasons.ROWS),
-    "another shape": (linear, FIVE, PLAIN, reasons.MODEL),
-    "a row of another shape": (linear, rows((torch.ones(5), 1)), PLAIN, reasons.MODEL),
-    "another loss": (one_output, tensors(floats(4), torch.rand(8)), BINARY, reasons.LOSS),
-    "no number": (convolution, tensors(floats(1, 4, 4)), replace(NO_NUMBER, batch_size=1), reasons.LOSS_SHAPE),
-    "no gradient": (lambda: Detached(4, CLASSES), FOUR, PLAIN, reasons.GRADIENT),
-    "a transform of other shapes": (linear, replace(FOUR, transform=lambda one: one @ FIVE.inputs), PLAIN, reasons.TRANSFORM),
-    "reentrant checkpointing": (lambda: Partial("last", use_reentrant=True), FOUR, PLAIN, reasons.REENTRANT),
-    "of all layers": (lambda: Partial("first", "last", use_reentrant=True), FOUR, PLAIN, reasons.REENTRANT),
-    "the targets of others": (one_output, HALVES, HUBER, reasons.BROADCAST),
-    "the targets of others in a function": (one_output, HALVES, SQUARE, reasons.BROADCAST),
+    "uint8": (convolution, tensors(BYTES), PLAIN, refusal_messages.WHOLE_NUMBERS),
+    "dict rows": (linear, rows({"image": torch.ones(4), "label": NAME}), PLAIN, refusal_messages.ROWS),
+    "another shape": (linear, FIVE, PLAIN, refusal_messages.MODEL),
+    "a row of another shape": (linear, rows((torch.ones(5), 1)), PLAIN, refusal_messages.MODEL),
+    "another loss": (one_output, tensors(floats(4), torch.rand(8)), BINARY, refusal_messages.LOSS),
+    "no number": (convolution, tensors(floats(1, 4, 4)), replace(NO_NUMBER, batch_size=1), refusal_messages.LOSS_SHAPE),
+    "no gradient": (lambda: Detached(4, CLASSES), FOUR, PLAIN, refusal_messages.GRADIENT),
+    "a transform of other shapes": (
+        linear,
+        replace(FOUR, transform=lambda one: one @ FIVE.inputs),
+        PLAIN,
+        refusal_messages.TRANSFORM,
+    ),
+    "reentrant checkpointing": (lambda: Partial("last", use_reentrant=True), FOUR, PLAIN, refusal_messages.REENTRANT),
+    "of all layers": (lambda: Partial("first", "last", use_reentrant=True), FOUR, PLAIN, refusal_messages.REENTRANT),
+    "the targets of others": (one_output, HALVES, HUBER, refusal_messages.BROADCAST),
+    "the targets of others in a function": (one_output, HALVES, SQUARE, refusal_messages.BROADCAST),
 }
 BY_NAME = tensors({"ids": LABELS[:, None].repeat(1, 5), "mask": torch.ones(8, 5)})
 HONEST: dict[str, tuple[Any, Any, Training]] = {
@@ -147,7 +152,7 @@ HONEST: dict[str, tuple[Any, Any, Training]] = {
     "uint8 with a transform": (convolution, tensors(BYTES, transform=lambda one: one.float() / 255), PLAIN),
     "a GRU": (gru, tensors(floats(6, 4)), PLAIN),
     "a loss that takes other targets": (linear, tensors(floats(4), LABELS + 1995), replace(PLAIN, loss=one_based)),
-    "no batch of one": (lambda: Centred(4, CLASSES), FOUR, replace(PLAIN, batch_size=4)),
+    "no batch of one": (lambda: Centered(4, CLASSES), FOUR, replace(PLAIN, batch_size=4)),
     "a batch in a list": (linear, Listed(), PLAIN),
     "without records": (linear, DatasetRecords(dataset=[]), PLAIN),
     "one of two that fits": (linear, {"a": FIVE, "b": FOUR}, PLAIN),
@@ -155,20 +160,20 @@ HONEST: dict[str, tuple[Any, Any, Training]] = {
     "outputs without a dimension": (lambda: nn.Sequential(one_output(), nn.Flatten(0)), HALVES, HUBER),
 }
 SINGLE: dict[str, tuple[Any, Any, str]] = {
-    "a GRU": (gru, tensors(floats(6, 4)), reasons.RECURRENT),
-    "another shape": (linear, FIVE, reasons.MODEL),
-    "an example of another shape": (linear, rows((torch.ones(4), 1), example=(torch.zeros(5), 0)), reasons.MODEL),
-    "a branch on values": (Lengths, tensors({"ids": LABELS[:, None], "mask": torch.ones(8, 1)}), reasons.SINGLE_RECORD),
-    "checkpointing": (lambda: Partial("last", use_reentrant=False), FOUR, reasons.CHECKPOINTING),
-    "an old function": (lambda: Doubled(4, CLASSES), FOUR, reasons.OLD_FUNCTION),
-    "max_norm": (lambda: table(max_norm=1.0), tensors(LABELS[:, None]), reasons.MAX_NORM),
-    "sparse": (lambda: table(sparse=True), tensors(LABELS[:, None]), reasons.SPARSE),
+    "a GRU": (gru, tensors(floats(6, 4)), refusal_messages.RECURRENT),
+    "another shape": (linear, FIVE, refusal_messages.MODEL),
+    "an example of another shape": (linear, rows((torch.ones(4), 1), example=(torch.zeros(5), 0)), refusal_messages.MODEL),
+    "a branch on values": (Lengths, tensors({"ids": LABELS[:, None], "mask": torch.ones(8, 1)}), refusal_messages.SINGLE_RECORD),
+    "checkpointing": (lambda: Partial("last", use_reentrant=False), FOUR, refusal_messages.CHECKPOINTING),
+    "an old function": (lambda: Doubled(4, CLASSES), FOUR, refusal_messages.OLD_FUNCTION),
+    "max_norm": (lambda: table(max_norm=1.0), tensors(LABELS[:, None]), refusal_messages.MAX_NORM),
+    "sparse": (lambda: table(sparse=True), tensors(LABELS[:, None]), refusal_messages.SPARSE),
 }
 WEIGHTED = nn.CrossEntropyLoss(weight=torch.tensor([1.0, 20.0, 3.0]))
 # Losses, and why single records can't be trained with them; None if they can.
 LOSSES: dict[str, tuple[Any, str | None]] = {
-    "class weights": (WEIGHTED, reasons.LOSS_UNEVEN),
-    "no reduction": (nn.CrossEntropyLoss(reduction="none"), reasons.LOSS_SHAPE),
+    "class weights": (WEIGHTED, refusal_messages.LOSS_UNEVEN),
+    "no reduction": (nn.CrossEntropyLoss(reduction="none"), refusal_messages.LOSS_SHAPE),
     "an ignored class": (nn.CrossEntropyLoss(ignore_index=0), None),
     "a sum with weights": (nn.CrossEntropyLoss(weight=WEIGHTED.weight, reduction="sum"), None),
     "for one record": (lambda o, t: nn.functional.cross_entropy(o[0], t[0]), None),
@@ -179,7 +184,7 @@ engines = pytest.mark.parametrize("engine", ["one_by_one", "batched"])
 
 def client_of(build: Any, records: Any, training: Training, engine: str = "one_by_one") -> dp.DPClient:
     clients = records if isinstance(records, Mapping) else {"a": records}
-    return dp.DPClient(model=build(), clients=clients, training=training, engine=engine, device="cpu")
+    return dp.DPClient(model=build(), clients=clients, training=training, training_engine=engine, device="cpu")
 
 
 def local_client(build: Any, records: Any, recipe: Any) -> dp.LocalDPClient:
@@ -204,7 +209,7 @@ def grid_of(clients: list[Any]) -> LocalGrid:
 def test_the_answer_has_fixed_words_alone(what, engine):
     build, records, training, reason = BROKEN[what]
     client = client_of(build, records, training, engine)
-    assert client.why_unable() == reason
+    assert client.unable_reason() == reason
     assert json.loads(client.get_properties({})[wire.KEY])["unable"] == reason
 
 
@@ -212,7 +217,7 @@ def test_the_answer_has_fixed_words_alone(what, engine):
 @pytest.mark.parametrize("what", HONEST)
 def test_an_odd_client_that_can_train_is_not_refused(what, engine):
     build, records, training = HONEST[what]
-    assert client_of(build, records, training, engine).why_unable() is None
+    assert client_of(build, records, training, engine).unable_reason() is None
 
 
 MODELS: dict[str, Any] = {"linear": (linear, FOUR.inputs), "convolution": (convolution, floats(1, 4, 4))}
@@ -223,7 +228,7 @@ MODELS: dict[str, Any] = {"linear": (linear, FOUR.inputs), "convolution": (convo
 def test_a_loss_that_single_records_have_not_is_refused(what, model):
     (build, inputs), (loss, reason) = MODELS[model], LOSSES[what]
     client = local_client(build, tensors(inputs), FedSGDDPCRecipe(**LOCAL, num_replies=1, loss=loss))
-    assert client.why_unable() == (reason and f"{reasons.UNFIT}: {reason}")
+    assert client.unable_reason() == (reason and f"{refusal_messages.UNFIT}: {reason}")
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -235,9 +240,9 @@ def test_a_loss_of_single_records_that_uses_the_weights_is_refused(model):
         return nn.functional.cross_entropy(outputs, targets) + 1e-5 * sum(one.square().sum() for one in module.parameters())
 
     client = local_client(lambda: module, tensors(inputs), FedSGDDPCRecipe(**LOCAL, num_replies=1, loss=loss))
-    assert client.why_unable() == f"{reasons.UNFIT}: {reasons.LOSS_OF_WEIGHTS}"
+    assert client.unable_reason() == f"{refusal_messages.UNFIT}: {refusal_messages.LOSS_OF_WEIGHTS}"
     together = client_of(lambda: module, tensors(inputs), Training(learning_rate=0.1, loss=loss))
-    assert together.why_unable() is None  # autograd differentiates all of it
+    assert together.unable_reason() is None  # autograd differentiates all of it
 
 
 def test_records_of_no_known_kind_with_such_a_loss_count_as_zero(caplog):
@@ -274,8 +279,8 @@ class Partial(nn.Module):
 def test_a_forward_that_fails_for_another_reason_is_told_by_the_nodes_log_with_its_place(caplog):
     line = Forgetful.forward.__code__.co_firstlineno + 1
     dry_run._log_once.cache_clear()
-    told = client_of(lambda: Forgetful(4, CLASSES), FOUR, PLAIN).why_unable()
-    assert told == reasons.MODEL
+    told = client_of(lambda: Forgetful(4, CLASSES), FOUR, PLAIN).unable_reason()
+    assert told == refusal_messages.MODEL
     words = "AttributeError: 'Forgetful' object has no attribute 'forgotten'"
     assert f"fails: {words} (test_dry_run.py:{line})" in caplog.text
 
@@ -301,7 +306,7 @@ def test_what_convex_glm_is_not_proved_for_is_found_before_round_1(num_features,
     steps = FedPAQSteps(**sizes, sensitivity="convex-glm", smoothness=100.0)
     recipe = dp.DPFedPAQRecipe(steps=steps, epsilon=1.0, delta=1e-5, num_replies=1, loss=getattr(nn.functional, f"{loss}_loss"))
     client = local_client(lambda: nn.Linear(num_features, 1), tensors(floats(4), torch.rand(8)), recipe)
-    assert client.why_unable() == (None if fits else f"{reasons.UNFIT}: {reasons.CONVEX}")
+    assert client.unable_reason() == (None if fits else f"{refusal_messages.UNFIT}: {refusal_messages.CONVEX}")
 
 
 @pytest.mark.filterwarnings("ignore")  # of torch, about sparse tensors
@@ -309,14 +314,14 @@ def test_what_convex_glm_is_not_proved_for_is_found_before_round_1(num_features,
 def test_a_client_of_single_records_that_cannot_train_says_what_to_do(what):
     build, records, reason = SINGLE[what]
     client = local_client(build, records, FedSGDDPCRecipe(**LOCAL, num_replies=1))
-    assert client.why_unable() == f"{reasons.UNFIT}: {reason}"
+    assert client.unable_reason() == f"{refusal_messages.UNFIT}: {reason}"
 
 
 @pytest.mark.parametrize("what", ["inputs by name", "tokens", "LoRA", "uint8 with a transform", "without records"])
 def test_an_odd_client_of_single_records_is_not_refused(what):
     build, records, training = HONEST[what]
-    assert local_client(build, records, FedSGDDPCRecipe(**LOCAL, num_replies=1)).why_unable() is None
-    assert local_client(build, records, nbafl(training)).why_unable() is None
+    assert local_client(build, records, FedSGDDPCRecipe(**LOCAL, num_replies=1)).unable_reason() is None
+    assert local_client(build, records, nbafl(training)).unable_reason() is None
 
 
 # No record decides
@@ -330,7 +335,7 @@ def test_where_single_records_are_protected_no_record_is_looked_at(recipe, row, 
         client = local_client(linear, rows(row, example=example), recipe)
         with caplog.at_level(logging.ERROR, logger="flwr"):
             assert "unable" not in json.loads(client.get_properties({})[wire.KEY])
-    said = [record for record in caplog.records if reasons.ROWS in record.getMessage()]
+    said = [record for record in caplog.records if refusal_messages.ROWS in record.getMessage()]
     assert bool(said) is not isinstance(row, tuple)
     assert NAME not in caplog.text
 
@@ -357,7 +362,7 @@ class Read(dict):
 def test_a_data_frame_is_refused_in_words_that_the_server_learns():
     clients = Read(a=Frame(), b=Frame())
     client = dp.DPClient(model=linear(), clients=clients, training=PLAIN, device="cpu")
-    assert json.loads(client.get_properties({})[wire.KEY])["unable"] == reasons.TABLE
+    assert json.loads(client.get_properties({})[wire.KEY])["unable"] == refusal_messages.TABLE
 
 
 def test_values_of_records_change_nothing():
@@ -370,7 +375,7 @@ def test_values_of_records_change_nothing():
             raise ValueError(NAME)
 
     for records in (tensors(torch.full((8, 4), 5.0)), rows((torch.full((4,), 5.0), 2))):
-        assert client_of(lambda: Seeing(4, CLASSES), records, PLAIN).why_unable() == reasons.MODEL
+        assert client_of(lambda: Seeing(4, CLASSES), records, PLAIN).unable_reason() == refusal_messages.MODEL
     assert {float(value) for inputs in seen for value in inputs.flatten()} == {0.0, 1.0}
 
 
@@ -380,7 +385,7 @@ def test_a_client_whose_data_cannot_be_read_says_no_more_than_that():
             raise OSError(NAME)
 
     client = client_of(linear, Lost(a=1), PLAIN)
-    assert client.why_unable() == f"{reasons.DATA}; {reasons.SEE_LOG}"
+    assert client.unable_reason() == f"{refusal_messages.DATA}; {refusal_messages.SEE_LOG}"
 
 
 # What it costs
@@ -398,7 +403,7 @@ def test_a_dry_run_leaves_model_buffers_and_generators_as_they_are():
 
     client = client_of(Counting, FOUR, PLAIN)
     before, draws, others = client.model.vector.clone(), torch.get_rng_state(), np.random.get_state()[1].copy()  # noqa: NPY002
-    assert client.why_unable() is None
+    assert client.unable_reason() is None
     assert torch.equal(client.model.vector, before)
     assert torch.equal(torch.get_rng_state(), draws)
     assert (np.random.get_state()[1] == others).all()  # noqa: NPY002
@@ -438,7 +443,7 @@ def test_clients_that_cannot_train_decide_nothing_for_the_others(caplog):
     assert made.epsilon == all_fit.epsilon
     lines = [record.getMessage() for record in caplog.records if "can't train: " in record.getMessage()]
     assert len(lines) == 3
-    assert all(reasons.MODEL in line for line in lines)
+    assert all(refusal_messages.MODEL in line for line in lines)
 
 
 @pytest.mark.parametrize("method", ["fedsgd-dpc", "nbafl"])
@@ -455,11 +460,11 @@ def test_a_client_that_cannot_train_pays_nothing_on_its_own_account(method, monk
     hosted = [{f"c{i}": FOUR} for i in range(NUM)]
     clients = [dp.LocalDPClient(model=nn.Linear(5, CLASSES), clients=own, **arguments) for own in hosted]
     arrays = dp.model_arrays(nn.Linear(5, CLASSES))
-    with pytest.raises(RuntimeError, match=reasons.UNFIT):
+    with pytest.raises(RuntimeError, match=refusal_messages.UNFIT):
         made.start(grid_of(clients), arrays, num_rounds=2)
     assert not charged
     assert made.epsilon == 0
-    monkeypatch.setattr(dp.LocalDPClient, "why_unable", lambda self: None)
+    monkeypatch.setattr(dp.LocalDPClient, "unable_reason", lambda self: None)
     with pytest.raises(RuntimeError, match="no client has sent a usable update"):
         made.start(grid_of(clients), arrays, num_rounds=1)
     assert charged
@@ -481,7 +486,7 @@ def test_clients_that_are_made_anew_for_each_message_are_told_of_once(kept, seco
     strategy.start(LocalGrid(dp.client_app(client_fn), 1), dp.model_arrays(linear()), num_rounds=3)
     assert made[-1].dry_run_seconds > 0
     assert len(made) == 1 if kept else len(made) > 3
-    assert caplog.text.count("client_fn has made a new client") == words
+    assert caplog.text.count("client_fn made a new client") == words
 
 
 def test_an_answer_is_read_in_one_line_and_not_without_end():

@@ -14,7 +14,7 @@ from flower_dp.apps.tasks.models import make
 from flower_dp.clients import BLUR, DPClient, FlatModel, ProximalTerm, TensorRecords, Training, local_updates
 from flower_dp.clients.training import engines
 from flower_dp.clients.training.channels_last import Convolutions
-from flower_dp.clients.training.engines import ENGINES, batched, quicker_engine
+from flower_dp.clients.training.engines import ENGINES, batched, choose_engine
 from flower_dp.clients.training.engines.program import Program
 from flower_dp.clients.training.engines.trace import traced
 from flower_dp.clients.training.losses import hinge
@@ -255,8 +255,8 @@ class Mixed(TensorRecords):
         return (inputs if len(positions) == 512 else inputs.to(torch.float64).to(torch.float16).float().unsqueeze(1)), targets
 
 
-# A neighbour, made of the client's own records, and what comes of it.
-NEIGHBOURS: dict[str, tuple[Callable[[TensorRecords], Any], type]] = {
+# A neighbor, made of the client's own records, and what comes of it.
+NEIGHBORS: dict[str, tuple[Callable[[TensorRecords], Any], type]] = {
     "another good one": (lambda own: _wide(60, 7), Tensor),
     "labels out of range": (lambda own: replace(own, targets=own.targets + 10), Tensor),
     "a record that can't be read": (lambda own: Fragile(inputs=own.inputs, targets=own.targets), OSError),
@@ -281,15 +281,15 @@ def alone(request: pytest.FixtureRequest) -> tuple[str, FlatModel, Tensor]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", NEIGHBOURS)
-def test_no_neighbour_changes_a_bit_of_a_row(name: str, alone: Any) -> None:
+@pytest.mark.parametrize("name", NEIGHBORS)
+def test_no_neighbor_changes_a_bit_of_a_row(name: str, alone: Any) -> None:
     """The row is the one that the client has alone, in any place."""
     own, other = _wide(60, 2), _wide(60, 3)
-    make, kind = NEIGHBOURS[name]
-    neighbour, (engine, model, alone) = make(_wide(60, 1)), alone
+    make, kind = NEIGHBORS[name]
+    neighbor, (engine, model, alone) = make(_wide(60, 1)), alone
     losses: list[Tensor] = []
-    first = rows_of(model, [neighbour, own, other], EPOCHS, engine=engine, seeds=[5, 6, 7], losses=losses)
-    last = rows_of(model, [other, own, neighbour], EPOCHS, engine=engine, seeds=[7, 6, 5])
+    first = rows_of(model, [neighbor, own, other], EPOCHS, engine=engine, seeds=[5, 6, 7], losses=losses)
+    last = rows_of(model, [other, own, neighbor], EPOCHS, engine=engine, seeds=[7, 6, 5])
     assert torch.equal(first[1], alone)
     assert torch.equal(last[1], alone)
     assert torch.equal(first[2], last[0])
@@ -402,7 +402,7 @@ def test_rows_come_in_order_through_several_windows(monkeypatch: pytest.MonkeyPa
 
 
 class Replacing(nn.Module):
-    """Keeps what it has seen in a buffer, as spectral normalisation or a codebook does."""
+    """Keeps what it has seen in a buffer, as spectral normalization or a codebook does."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -555,13 +555,16 @@ def test_dropout_of_a_client_does_not_depend_on_who_trained_before(training: Tra
 
 def test_convolutions_on_a_processor_are_quicker_one_by_one() -> None:
     convolutions = nn.Sequential(nn.Identity(), nn.Sequential(nn.ConvTranspose2d(1, 1, 1)))
-    assert quicker_engine(nn.Linear(2, 2), torch.device("cpu")) == "batched"
-    assert quicker_engine(convolutions, torch.device("cpu")) == "one_by_one"
-    assert quicker_engine(convolutions, torch.device("cuda")) == "batched"
+    assert choose_engine(nn.Linear(2, 2), torch.device("cpu")) == "batched"
+    assert choose_engine(convolutions, torch.device("cpu")) == "one_by_one"
+    assert choose_engine(convolutions, torch.device("cuda")) == "batched"
     hosted = {"a": _classes(1, 0)}
-    assert DPClient(model=convolutions, clients=hosted, training=PLAIN, device="cpu", engine="auto").engine == "one_by_one"
+    assert (
+        DPClient(model=convolutions, clients=hosted, training=PLAIN, device="cpu", training_engine="auto").training_engine
+        == "one_by_one"
+    )
     with pytest.raises(ValueError, match="engine='fast': must be one of one_by_one, batched, auto"):
-        DPClient(model=nn.Linear(1, 1), clients=hosted, training=PLAIN, engine="fast")
+        DPClient(model=nn.Linear(1, 1), clients=hosted, training=PLAIN, training_engine="fast")
 
 
 # Convolutions train with channels last where that is the same function; models, losses and shapes decide, never data.

@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch import nn
 
-from flower_dp.clients import FlatModel, fix_batchnorm, reasons
+from flower_dp.clients import FlatModel, fix_batchnorm, refusal_messages
 
 
 class Residual(nn.Module):
@@ -73,7 +73,7 @@ def test_fix_batchnorm_is_advised_where_it_helps(layer, advice):
 def test_a_batchnorm_of_one_number_is_not_made_zero():
     """GroupNorm(1, 1) of vectors gives its shift, whatever the input: nothing before it could be trained."""
     assert not nn.GroupNorm(1, 1, affine=False)(torch.randn(5, 1)).any()
-    with pytest.raises(ValueError, match=r"layer '1': normalises one number a record.*leave the layer out"):
+    with pytest.raises(ValueError, match=r"layer '1': normalizes one number a record.*leave the layer out"):
         fix_batchnorm(nn.Sequential(nn.Linear(3, 1), nn.BatchNorm1d(1)))
     assert fix_batchnorm(nn.BatchNorm1d(1), num_groups=1)(torch.randn(5, 1, 9)).abs().max() > 0.1
     assert fix_batchnorm(nn.BatchNorm2d(1))(torch.randn(5, 1, 3, 3)).abs().max() > 0.1
@@ -88,5 +88,5 @@ def test_a_model_that_opacus_wraps_is_refused_with_what_to_do(inner):
     wrapped = GradSampleModule(model)
     with pytest.raises(ValueError, match=r"wrapped by opacus.*to_standard_module") as raised:
         FlatModel(model if inner else wrapped)
-    assert reasons.why_no_client(raised.value) == f"client_fn failed: {reasons.OPACUS}"
+    assert refusal_messages.client_fn_refusal(raised.value) == f"client_fn failed: {refusal_messages.OPACUS}"
     FlatModel(wrapped.to_standard_module())

@@ -17,15 +17,15 @@ from torch import nn
 from flower_dp.clients import ClientPolicy, FlatModel, RecordMetrics, TensorRecords
 from flower_dp.clients.account import account_of
 from flower_dp.clients.local.evaluation import RecordContributions
-from flower_dp.clients.reasons import Declined
-from flower_dp.clients.reply.pipeline import Job
+from flower_dp.clients.refusal_messages import Declined
+from flower_dp.clients.reply.pipeline import ClientJob
 from flower_dp.core.metric_bounds import MetricBounds
 from flower_dp.core.sampling import FullSampling
-from flower_dp.privacy.client_terms import Terms
-from flower_dp.privacy.device_store import DeviceLedger, Numbered
+from flower_dp.privacy.client_terms import ClientTerms
+from flower_dp.privacy.device_store import DeviceLedger, ReplyNumber
 from flower_dp.privacy.mechanisms import Laplace
 from flower_dp.privacy.release import Release
-from flower_dp.wire import Ask, Promise
+from flower_dp.wire import Promise, ReleaseRequest
 from tests.gaps import quickly
 from tests.local_grids import context_of
 
@@ -33,7 +33,7 @@ NAMES = "abcd"
 
 
 def release_of(**changes):
-    words = {"what": "w", "seen_by": "s", "unit": "record", "relation": "replace-one", "clip_norm": 1.0, "num_clients": 5}
+    words = {"description": "w", "visible_to": "s", "unit": "record", "relation": "replace-one", "clip_norm": 1.0, "num_units": 5}
     return Release(**words | {"mechanism": Laplace(noise_multiplier=1.0), "sampler": FullSampling()} | changes)
 
 
@@ -62,8 +62,8 @@ def test_every_client_of_a_node_has_an_account_of_its_own_wherever_it_is(places,
                 state = RecordDict()
                 count = count if in_files else Counter()
             account = account_of(ledger, NAMES, context_of(state))
-            due = {name: Terms(release=release_of(), num_replies=limits[name]) for name in sorted(names)}
-            refused = account.charge(due, {name: Numbered(run="r", number=number + 1) for name in due})
+            due = {name: ClientTerms(release=release_of(), num_replies=limits[name]) for name in sorted(names)}
+            refused = account.charge(due, {name: ReplyNumber(run="r", number=number + 1) for name in due})
             assert set(refused) == {name for name in names if count[name] >= limits[name]}
             count.update(set(names) - set(refused))
         if in_files:
@@ -98,10 +98,10 @@ def test_each_record_contributes_once_at_most_to_an_evaluation(size, public, rel
     """As many as are public, under replace-one; and where the unit is the client, the mean of all of them."""
     values = torch.arange(1, size + 1, dtype=torch.float32)[:, None] / 16
     data = TensorRecords(inputs=values, targets=torch.zeros(size, 1))
-    release = release_of(unit=unit, relation=relation, num_clients=public)
+    release = release_of(unit=unit, relation=relation, num_units=public)
     model, bounds = FlatModel(Value()), MetricBounds(bounds={"value": 2.0})
     make = RecordContributions(model=model, metrics=OWN, bounds=bounds, release=release)
-    rows = make(model.vector.clone(), Job(name="a", records=data, seed=0, secret=lambda: np.random.default_rng(seed)))
+    rows = make(model.vector.clone(), ClientJob(name="a", records=data, seed=0, secret=lambda: np.random.default_rng(seed)))
     whole = values[:, 0].numpy() - 1  # of bound 2, mapped to [-1, 1]
     if unit == "client":
         np.testing.assert_allclose(rows, [[whole.mean()]])
@@ -158,7 +158,7 @@ def assert_as_by_hand(policy, words, clip_norm, multiplier, shares):
     distributed = shares > 0
     std = clip_norm * multiplier / math.sqrt(shares) if distributed else 0.0
     promise = Promise(clip_norm=clip_norm, noise_multiplier=multiplier)
-    ask = Ask(promise=promise, placement="distributed" if distributed else "central", noise_std=std)
+    ask = ReleaseRequest(promise=promise, placement="distributed" if distributed else "central", noise_std=std)
 
     def within(name, value, least):
         return words[name] is None or (value >= words[name] if least else value <= words[name])

@@ -14,11 +14,11 @@ def imported(*names):
     return [name for name in names if name in sys.modules]
 
 # A client of the app that keeps no account.
-from flower_dp.apps.methods import Run
+from flower_dp.apps.methods import ParsedRunConfig
 from flower_dp.apps.records import config_of, deal
 from flower_dp.running.apps import own_app
 config = dict(own_app().defaults)
-run = Run.of(config)
+run = ParsedRunConfig.of(config)
 client = run.client(run.model(), deal(config_of(config)).clients.part(0, 2), dict)
 found = {"client": type(client).__name__, "accountants": imported("dp_accounting", "scipy.stats", "matplotlib", "sklearn")}
 
@@ -38,7 +38,7 @@ with tempfile.TemporaryDirectory() as folder:
     module = torch.nn.Linear(3, 2)
     context = Context(run_id=1, node_id=1, node_config={"ledger-path": str(ledger.path)}, state=RecordDict(), run_config={})
     device = LocalDPClient(model=module, clients={"device-1": own}, recipe=recipe, context=context, device="cpu")
-    asked_of = own_ask({"device-1": (1.0, terms.kind, terms.release.mechanism.noise_multiplier)})
+    asked_of = own_ask({"device-1": (1.0, terms.fingerprint, terms.release.mechanism.noise_multiplier)})
     asked = wire.Instruction(server_round=1, method="fedsgd-dpc", clients=("device-1",), ask=asked_of)
     device.fit([array.numpy() for array in model_arrays(module).values()], {wire.KEY: asked.to_json()})
     found["charged"] = ledger.read()["device-1"].replies

@@ -14,16 +14,16 @@ import torch
 from torch import Tensor, nn
 
 from flower_dp.clients import DatasetRecords, FlatModel, RecordMetrics, TensorRecords, Training
-from flower_dp.clients.reasons import KEEPS, UnfitModelError
+from flower_dp.clients.refusal_messages import KEEPS, UnfitModelError
 from flower_dp.clients.reply.parts import RecordClip
 from flower_dp.clients.reply.pipeline import one_by_one
-from flower_dp.clients.training import dry_run, findings, per_record, record_clipping
+from flower_dp.clients.training import dry_run, dry_run_cache, per_record, record_clipping
 from flower_dp.clients.training.dry_run import of_records
+from flower_dp.clients.training.dry_run_cache import DryRunCache, findings_of
 from flower_dp.clients.training.engines import local_updates
-from flower_dp.clients.training.findings import Findings, findings_of
-from flower_dp.clients.training.joins import KeepsError, one_alone
 from flower_dp.clients.training.per_record import record_gradients
 from flower_dp.clients.training.record_clipping import clipped_sum
+from flower_dp.clients.training.record_isolation import KeepsError, must_compute_alone
 from tests.local_grids import evaluated_alone
 
 SIZE, FEATURES, CLASSES = 8, 6, 3
@@ -109,7 +109,7 @@ def test_a_record_that_looks_beyond_its_own_table_changes_no_other(between: Any,
     assert not torch.equal(raw(values), joined)
 
 
-def centred(_: Any, hidden: Tensor, __: Tensor) -> Tensor:
+def centered(_: Any, hidden: Tensor, __: Tensor) -> Tensor:
     return hidden - hidden.mean(0)
 
 
@@ -130,7 +130,7 @@ def test_where_an_engine_joins_records_each_is_computed_alone(of: Any, monkeypat
 
 
 def test_nor_does_an_evaluation_join_records(monkeypatch: Any) -> None:
-    flat, values = made(Model(centred)), features()
+    flat, values = made(Model(centered)), features()
     expected = evaluated(flat, records(values))
     monkeypatch.setattr("flower_dp.clients.local.evaluation.keeps_records_apart", lambda module: True)
     findings_of(flat).clear()
@@ -144,7 +144,7 @@ def computed(model: FlatModel, inputs: Any, targets: Tensor) -> Tensor:
 
 
 JOINS: dict[str, Any] = {
-    "mean": centred,
+    "mean": centered,
     "attention": lambda _, hidden, __: nn.functional.scaled_dot_product_attention(*[hidden[None]] * 3)[0],
     "flatten": lambda _, hidden, __: hidden.flatten().roll(1).view(hidden.shape),
     "the next but one": lambda _, hidden, __: hidden + hidden.roll(2, 0),
@@ -160,7 +160,7 @@ def test_joined_records_are_found(name: str) -> None:
     # Those of a server that hides it: all outputs are 1, whatever is between the layers.
     flat.vector.zero_()[-CLASSES:] = 1
     sent = flat.vector.clone()
-    assert one_alone(flat, *ZEROS, partial(computed, flat), object())
+    assert must_compute_alone(flat, *ZEROS, partial(computed, flat), object())
     assert torch.equal(flat.vector, sent)
 
 
@@ -168,7 +168,7 @@ def test_joined_records_are_found(name: str) -> None:
     "rows", [lambda one, _: 0 * one, lambda one, _: one / 0, lambda one, _: one[9]], ids=["0", "inf", "raises"]
 )
 def test_in_doubt_records_are_computed_one_at_a_time(rows: Any) -> None:
-    assert one_alone(made(nn.Linear(FEATURES, CLASSES)), *ZEROS, rows, object())
+    assert must_compute_alone(made(nn.Linear(FEATURES, CLASSES)), *ZEROS, rows, object())
 
 
 def test_neither_data_nor_weights_decide_what_is_found() -> None:
@@ -181,7 +181,7 @@ def test_neither_data_nor_weights_decide_what_is_found() -> None:
             given.append((inputs, targets, flat.vector.clone()))
             return inputs
 
-        one_alone(flat, torch.full((SIZE, FEATURES), value), torch.full((SIZE,), int(weight)), rows, object())
+        must_compute_alone(flat, torch.full((SIZE, FEATURES), value), torch.full((SIZE,), int(weight)), rows, object())
         assert bool((flat.vector == weight).all())
     middle = len(given) // 2
     for one, other in zip(given[:middle], given[middle:], strict=True):
@@ -279,7 +279,7 @@ def test_what_nothing_restores_is_refused(name: str) -> None:
     flat = made(UNSEEN[name]())
     for _ in range(2):
         with pytest.raises(KeepsError):
-            one_alone(flat, *ZEROS, partial(computed, flat), "question")
+            must_compute_alone(flat, *ZEROS, partial(computed, flat), "question")
 
 
 @pytest.mark.parametrize("relation", ["replace-one", "add-or-remove-one"])
@@ -341,7 +341,7 @@ def test_a_client_that_changes_the_base_is_left_out_and_so_are_those_after_it() 
 
 
 def test_a_reply_of_a_client_that_changed_the_base_does_not_leave() -> None:
-    flat = made(based(centred))
+    flat = made(based(centered))
 
     def row(change: Any) -> tuple[Tensor, Tensor]:
         flat.module.frozen.data.mul_(change)
@@ -376,7 +376,7 @@ def test_last_bits_that_follow_from_other_records_are_found(at_random: bool) -> 
         count = next(times) if at_random else int(inputs.isnan().sum() + (inputs > 5).sum())
         return torch.ones(len(inputs), 3) * (1 + 2.0**-23 * (count % 7))
 
-    assert one_alone(flat, *ZEROS, rows, object()) == (not at_random)
+    assert must_compute_alone(flat, *ZEROS, rows, object()) == (not at_random)
 
 
 # What made-up records have said of a model counts for those that are alike, and for no other.
@@ -389,13 +389,13 @@ def stack(*middle: nn.Module) -> nn.Module:
     return nn.Sequential(nn.Conv1d(1, 3, 3, padding=1), *(middle or (nn.ReLU(),)), nn.Flatten(), nn.Linear(12, OUTPUTS))
 
 
-def known(model: nn.Module) -> Findings:
+def known(model: nn.Module) -> DryRunCache:
     return findings_of(FlatModel(model))
 
 
 @pytest.fixture(autouse=True)
 def nothing_known() -> None:
-    findings._shared.cache_clear()
+    dry_run_cache._shared.cache_clear()
 
 
 class Own(nn.ReLU):
@@ -482,7 +482,7 @@ def test_a_copy_knows_nothing_and_no_more_than_so_many_questions_are_kept() -> N
     for again in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):  # noqa: S301
         assert "asked" not in findings_of(again)
     assert "asked" in findings_of(model)
-    for number in range(2 * findings._MOST_FINDINGS):
+    for number in range(2 * dry_run_cache._MAX_FINDINGS):
         findings_of(model)[number] = True
-    assert len(findings_of(model)) <= findings._MOST_FINDINGS
-    assert 2 * findings._MOST_FINDINGS - 1 in findings_of(model)
+    assert len(findings_of(model)) <= dry_run_cache._MAX_FINDINGS
+    assert 2 * dry_run_cache._MAX_FINDINGS - 1 in findings_of(model)

@@ -13,12 +13,12 @@ from torch import Tensor
 
 from flower_dp import wire
 from flower_dp.clients import FedSGDDPCRecipe, LocalDPClient, ScaffoldRecipe
-from flower_dp.clients.account import StateAccount
-from flower_dp.clients.kept import kept_of
+from flower_dp.clients.account import NodeStateAccounts
+from flower_dp.clients.client_vectors import load_vector
 from flower_dp.core import compression
-from flower_dp.privacy.client_terms import Terms
+from flower_dp.privacy.client_terms import ClientTerms
 from flower_dp.privacy.dp_fedpaq import FedPAQSteps
-from flower_dp.wire import Answer
+from flower_dp.wire import ReplyHeader
 from tests.asks import config_of, own_instruction
 from tests.local_grids import context_of, linear, records
 
@@ -46,7 +46,7 @@ class Remembering:
     method = "fedsgd-dpc"
     vectors = ()
 
-    def terms(self, name: str, records: Any) -> Terms:
+    def terms(self, name: str, records: Any) -> ClientTerms:
         return PLAIN.terms(name, records)
 
     def given(self, vectors: Mapping[str, Tensor], kept: Tensor | None) -> "Remembering":
@@ -68,19 +68,19 @@ def asked(names: tuple[str, ...] = NAMES) -> dict[str, str]:
     return config_of(own_instruction("fedsgd-dpc", {name: PLAIN.terms(name, records(name)) for name in names}))
 
 
-def answered(client: LocalDPClient, names: tuple[str, ...] = NAMES) -> tuple[np.ndarray, Answer]:
+def answered(client: LocalDPClient, names: tuple[str, ...] = NAMES) -> tuple[np.ndarray, ReplyHeader]:
     weights = {"0.weight": linear()[0].weight.detach().numpy()}
     arrays, text = client.answer(weights, asked(names))
-    answer = Answer.from_json(text[wire.KEY], names)
+    answer = ReplyHeader.from_json(text[wire.KEY], names)
     return compression.decode(compression.Payload(arrays=tuple(arrays), header=answer.payload), SIZE), answer
 
 
 def account(context: Context) -> list[int]:
-    return [StateAccount(context.state).replies(name) for name in NAMES]
+    return [NodeStateAccounts(context.state).replies(name) for name in NAMES]
 
 
 def stored(context: Context) -> list[Any]:
-    return [kept_of(context.state, name, SIZE) for name in NAMES]
+    return [load_vector(context.state, name, SIZE) for name in NAMES]
 
 
 def test_any_method_may_keep_a_vector_and_its_answers_say_who_had_none():
@@ -107,7 +107,7 @@ def test_a_node_that_fails_before_its_reply_leaves_keeps_nothing_new(monkeypatch
         raise OSError("the reply's text")
 
     with monkeypatch.context() as patched:
-        patched.setattr(Answer, "to_json", fails)
+        patched.setattr(ReplyHeader, "to_json", fails)
         with pytest.raises(RuntimeError, match="training failed"):
             answered(node(context))
     assert account(context) == [2, 2]

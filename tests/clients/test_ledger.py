@@ -7,7 +7,7 @@ from flwr.app import RecordDict
 
 from flower_dp import wire
 from flower_dp.clients import DPClient, FedSGDDPCRecipe, LocalDPClient, Training, client_app, model_arrays
-from flower_dp.clients.account import LEDGER_PATH, StateAccount
+from flower_dp.clients.account import LEDGER_PATH, NodeStateAccounts
 from flower_dp.core.sampling import FullSampling
 from flower_dp.privacy.device_store import DeviceLedger
 from flower_dp.strategies import DPFedAvg, FedSGDDPC
@@ -68,7 +68,7 @@ def ask(made, names=("c0",)):
     """Ask clients once; return why they refuse, and what has left."""
     asked = own_instruction("fedsgd-dpc", dict.fromkeys(names, RECIPE.terms("c0", records("c0"))))
     arrays, _, answer = made.fit([array.numpy() for array in model_arrays(linear()).values()], {wire.KEY: asked.to_json()})
-    return reasons(wire.Answer.from_json(answer[wire.KEY], names)), arrays[-1]
+    return reasons(wire.ReplyHeader.from_json(answer[wire.KEY], names)), arrays[-1]
 
 
 def test_a_reply_is_on_the_disk_before_a_record_is_touched(path):
@@ -96,7 +96,7 @@ def test_a_ledger_that_cannot_be_used_sends_nothing_and_tells_the_server_no_path
     refused, row = ask(client(path))
     assert refused == {"c0": "its ledger can't be used; the node's own log says why"}
     assert not row.any()
-    assert f"ledger {path}: is no ledger: it is another program's database" in caplog.text
+    assert f"ledger {path}: is not a ledger: it is another program's database" in caplog.text
 
 
 def test_a_ledger_of_another_client_sends_nothing(path, tmp_path, caplog):
@@ -113,7 +113,7 @@ def test_a_copy_put_back_during_a_run_sends_nothing(path, tmp_path, caplog):
     assert ask(client(path, state))[0] == {}
     shutil.copy(path, tmp_path / "copy")
     assert ask(client(path, state))[0] == {}
-    assert StateAccount(state).replies("c0") == 2
+    assert NodeStateAccounts(state).replies("c0") == 2
     shutil.copy(tmp_path / "copy", path)
     refused, row = ask(client(path, state))
     assert set(refused) == {"c0"}

@@ -16,7 +16,7 @@ RELEASE = EvaluationBudget(epsilon=1.0, num_evaluations=1).terms("a", TRAINING).
 def test_a_contribution_beyond_the_bound_is_refused():
     rng = np.random.default_rng(0)
     private_row(np.array([[0.5, -0.5], [1.0, 0.0]]), RELEASE, rng)
-    with pytest.raises(ValueError, match="L1 norm above 1"):
+    with pytest.raises(ValueError, match="L1 norm is above 1"):
         private_row(np.array([[0.5, -0.5], [0.75, 0.5]]), RELEASE, rng)
 
 
@@ -25,7 +25,7 @@ def test_what_leaves_lies_on_the_lattice_of_the_noise():
     row = private_row(contributions, RELEASE, np.random.default_rng(0))
     step = RELEASE.lattice_step(3) / 2**12
     assert step <= RELEASE.noise_scale / 1024
-    assert np.array_equal(noise.nearest(row * 4, step), row * 4)
+    assert np.array_equal(noise.round_to_nearest(row * 4, step), row * 4)
 
 
 def test_a_sum_that_is_not_exact_does_not_leave():

@@ -1,4 +1,4 @@
-"""The sensitivities of DP-FedPAQ, attacked: neighbouring record sets whose updates are as far apart as a search can bring them.
+"""The sensitivities of DP-FedPAQ, attacked: neighboring record sets whose updates are as far apart as a search can bring them.
 
 A replaced record is in the same place of the same random choice for both: that is the pair that the proof bounds.
 """
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from flower_dp.clients import DPFedPAQRecipe, FlatModel, TensorRecords
 from flower_dp.clients.reply.parts import RecordClip
-from flower_dp.clients.reply.pipeline import Job
+from flower_dp.clients.reply.pipeline import ClientJob
 from flower_dp.clients.training.clipped_steps import ClippedSteps, ConvexModel
 from flower_dp.privacy.dp_fedpaq import FedPAQSteps, update_terms
 from flower_dp.privacy.mechanisms import Gaussian
@@ -41,7 +41,7 @@ def update_of(model: FlatModel, steps: FedPAQSteps, data: TensorRecords, loss: A
     recipe = DPFedPAQRecipe(steps=steps, epsilon=math.inf, delta=0.1, num_replies=1, quantization_levels=None, loss=loss)
     pipeline = recipe.pipeline(release_of(steps, len(data)), model=model, server_round=1)
     start, rng = model.vector.clone(), np.random.default_rng(seed)
-    (trained,) = pipeline.train.rows(start, [Job(name="", records=data, seed=0, secret=lambda: rng)])
+    (trained,) = pipeline.train.rows(start, [ClientJob(name="", records=data, seed=0, secret=lambda: rng)])
     model.vector.copy_(start)
     if isinstance(trained, Exception):
         raise trained
@@ -53,7 +53,7 @@ def distance(model, steps, records, loss, seed=0):
     return float(torch.linalg.vector_norm(one - other))
 
 
-def neighbours(rng: torch.Generator) -> tuple[TensorRecords, TensorRecords]:
+def neighbors(rng: torch.Generator) -> tuple[TensorRecords, TensorRecords]:
     """4 records of 3 features of wild sizes, and the same with another one in one place."""
 
     def scale(*size: int) -> Tensor:
@@ -138,12 +138,12 @@ def test_one_step_of_logistic_regression_reaches_2_eta_c_over_b():
     [(BINARY, 1, True), (nn.functional.mse_loss, 1, False), (nn.functional.cross_entropy, 2, True)],
     ids=["bce", "mse", "ce"],
 )
-def test_no_neighbours_of_a_convex_model_are_further_apart(loss, outputs, bias):
+def test_no_neighbors_of_a_convex_model_are_further_apart(loss, outputs, bias):
     steps = convex(num_local_steps=4, smoothness=20.0 if bias else 4.0, learning_rate=0.1 if bias else 0.5, clip_norm=0.3)
     rng = torch.Generator().manual_seed(4)
     largest = 0.0
     for trial in range(40):
-        records = neighbours(rng)
+        records = neighbors(rng)
         if loss is not nn.functional.cross_entropy:
             records = tuple(replace(own, targets=own.targets.to(torch.float32)) for own in records)
         layer = nn.Linear(3, outputs, bias=bias)
@@ -154,7 +154,7 @@ def test_no_neighbours_of_a_convex_model_are_further_apart(loss, outputs, bias):
     assert 0.8 * steps.update_sensitivity(1) < largest <= steps.update_sensitivity(1)
 
 
-def test_rounding_to_the_lattice_moves_neighbours_no_further_apart():
+def test_rounding_to_the_lattice_moves_neighbors_no_further_apart():
     """Sums of 3 C / 16 and C / 16 in each of 256 places, both rounded down, one by hardly anything: a step as coarse as that of
     other sensitivities brings them further apart than the noise is made for."""
     clip_norm = 1 + 0.677 / 256  # of 256.677 such steps in every place, of which 0.031 and 0.677 are rounded away
@@ -280,7 +280,7 @@ def test_records_are_drawn_without_replacement_anew_for_every_reply():
     drawn = []
     for _ in range(100):
         seen: list[int] = []
-        list(train.rows(model.vector, [Job(name="", records=spy, seed=0, secret=np.random.default_rng)]))
+        list(train.rows(model.vector, [ClientJob(name="", records=spy, seed=0, secret=np.random.default_rng)]))
         assert len(seen) == len(set(seen)) == 6
         drawn.append(tuple(seen))
     assert len(set(drawn)) > 95

@@ -27,9 +27,9 @@ from flower_dp.clients import (
     client_app,
     privacy_mod,
 )
-from flower_dp.clients.account import StateAccount
+from flower_dp.clients.account import NodeStateAccounts
 from flower_dp.core.compression import decode
-from flower_dp.wire import MESSAGE_API, NUMPY_CLIENT, Answer, Ask, Instruction, SentMask
+from flower_dp.wire import MESSAGE_API, NUMPY_CLIENT, Instruction, ReleaseRequest, ReplyHeader, SentMask
 from tests.asks import GONE, answered, forged, masked, own_instruction, reasons, replace, saying, told
 from tests.asks import ask as made
 from tests.grids import LocalGrid
@@ -60,7 +60,12 @@ def replying(reply: Callable[[Message], Message]) -> App:
 
 
 def instruction_of(
-    placement: str = "distributed", noise_std: float = 0.5, *, size: int = SIZE, asked: Ask | None = None, **changes: Any
+    placement: str = "distributed",
+    noise_std: float = 0.5,
+    *,
+    size: int = SIZE,
+    asked: ReleaseRequest | None = None,
+    **changes: Any,
 ) -> Instruction:
     arguments = {"server_round": 1, "method": "dp-fedsam", "clients": ("a",)}
     arguments |= {
@@ -98,7 +103,7 @@ def ask(
     return read(reply, instruction, sum(array.numpy().size for array in model.values()))
 
 
-def read(reply: Message, instruction: Instruction, size: int) -> tuple[np.ndarray, Answer]:
+def read(reply: Message, instruction: Instruction, size: int) -> tuple[np.ndarray, ReplyHeader]:
     assert {type(record) for record in reply.content.values()} <= {ArrayRecord, ConfigRecord}
     answer = wire.answer_of(answered(reply).content, instruction.clients)
     assert answer is not None
@@ -171,7 +176,7 @@ def test_a_node_says_its_clients_name_and_the_methods_that_it_runs(arguments: An
         for terms, methods in ((None, ["dp-fedavg", "dp-fedsam", "fed-smp", "private-evaluation"]), (NBAFL, ["nbafl"])):
             reply = app(privacy_mod(terms=terms, **arguments))(question, context_of(**config))
             hosted = wire.hosted_of(reply.content, most_names=1)
-            assert hosted == wire.Hosted(names=(name,), methods=frozenset(methods))
+            assert hosted == wire.HostedClients(names=(name,), methods=frozenset(methods))
 
 
 def properties() -> Message:
@@ -321,7 +326,7 @@ def test_noise_never_repeats_whatever_is_asked_twice_copied_or_pickled(kind: str
         assert not answer.seeded_noise
         rows.append(row.tobytes())
     assert len(set(rows)) == len(mods)
-    assert StateAccount(context.state).replies("a") == (len(mods) if kind == "local" else 0)
+    assert NodeStateAccounts(context.state).replies("a") == (len(mods) if kind == "local" else 0)
 
 
 def test_nothing_else_of_the_reply_leaves() -> None:
@@ -395,10 +400,10 @@ def test_what_cannot_be_an_update_is_refused_with_the_kind_of_error_alone(kind: 
         ({}, replace(CENTRAL, method="nbafl"), "method='nbafl': this client runs dp-fedavg, dp-fedsam, fed-smp"),
         ({}, forged(CENTRAL, noise_multiplier=GONE), "missing"),
         ({}, forged(instruction_of(), noise_std=0.0), "does not go with noise_multiplier=1"),
-        ({}, forged(CENTRAL, metrics={"bounds": {"loss": 1.0}}), "metrics: must be asked for by method='private-evaluation'"),
+        ({}, forged(CENTRAL, metrics={"bounds": {"loss": 1.0}}), "metrics must be set for method='private-evaluation'"),
         ({}, LOCAL_TO_OTHERS, "placement='local': this client has no terms of its own"),
         ({}, replace(CENTRAL, frozen=(0,)), "the model has no arrays"),
-        ({}, replace(CENTRAL, frozen=(1,)), r"frozen=\[1\]: the model has 1 arrays"),
+        ({}, replace(CENTRAL, frozen=(1,)), r"frozen=\[1\]: must be below the model's number of arrays, 1"),
     ],
 )
 def test_a_lying_server_gets_no_reply_and_the_app_is_not_called(policy: Any, instruction: Any, reason: str) -> None:
@@ -418,14 +423,15 @@ def test_a_client_with_local_noise_answers_no_other_method() -> None:
 
 
 @pytest.mark.parametrize("asked", [CENTRAL.ask, NO_NOISE.ask, instruction_of().ask])
-def test_a_client_with_local_noise_sends_nothing_that_another_is_to_noise(asked: Ask) -> None:
+def test_a_client_with_local_noise_sends_nothing_that_another_is_to_noise(asked: ReleaseRequest) -> None:
     """Under its own method's name, too: the server would state what another placement costs."""
     context, app = context_of(), replying(lambda message: pytest.fail("the app was called"))
     with pytest.raises(
-        ValueError, match=f"declined: placement='{asked.placement}': this client's messages are private on its own"
+        ValueError,
+        match=f"declined: placement='{asked.placement}': must be 'local', since this client adds all noise by its own terms",
     ):
         ask(app(privacy_mod(name="a", terms=NBAFL)), instruction_of(method="nbafl", asked=asked), zeros(4), context=context)
-    assert StateAccount(context.state).replies("a") == 0
+    assert NodeStateAccounts(context.state).replies("a") == 0
 
 
 def test_clients_that_live_elsewhere_are_named() -> None:
@@ -498,7 +504,7 @@ def test_replies_are_charged_before_the_app_is_called_and_refused_when_the_budge
     context, seen = context_of(), []
 
     def train(message: Message) -> Message:
-        seen.append(StateAccount(context.state).replies("a"))
+        seen.append(NodeStateAccounts(context.state).replies("a"))
         return Message(RecordDict({"arrays": zeros(4)}), reply_to=message)
 
     for number in range(5):  # a new app and mod for every message; the state is the node's
@@ -524,7 +530,7 @@ def test_a_client_whose_terms_the_server_misstates_does_not_reply_and_pays_nothi
     mod = privacy_mod(name="a", terms=lambda context: replace(NBAFL, **own))
     _, answer = ask(app(mod), local_instruction(replace(NBAFL, **server)), zeros(4), context=context)
     assert reason in answer.refused["a"].reason
-    assert StateAccount(context.state).replies("a") == 0
+    assert NodeStateAccounts(context.state).replies("a") == 0
 
 
 # Without torch

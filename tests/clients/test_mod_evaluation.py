@@ -120,7 +120,7 @@ def test_the_device_adds_its_share_of_the_noise_afresh_every_time() -> None:
 SHARE = ask_for("distributed", 0.4)
 AS_TRAINING = json.dumps({**json.loads(ask_for().to_json()), "method": "dp-fedavg"})
 TRAINING = Instruction(server_round=1, method="dp-fedavg", clients=("a",), ask=made())
-OWN_TERMS = "this client's messages are private on its own"
+OWN_TERMS = "must be 'local', since this client adds all noise by its own terms"
 
 
 @pytest.mark.parametrize(
@@ -130,8 +130,8 @@ OWN_TERMS = "this client's messages are private on its own"
         ({"min_evaluation_noise_std": 0.5}, SHARE, {}, "noise_std=0.4 of an evaluation"),
         ({}, forged(SHARE, noise_std=0.0), {}, "noise_std=0: does not go with noise_multiplier=1"),
         ({}, forged(ask_for(), clip_norm=10.0), {}, "clip_norm=10: must be 1"),
-        ({}, forged(ask_for(), metrics=GONE), {}, "metrics: must be asked for"),
-        ({}, AS_TRAINING, {}, "metrics: must be asked for by method='private-evaluation' and by no other"),
+        ({}, forged(ask_for(), metrics=GONE), {}, "metrics must be set for"),
+        ({}, AS_TRAINING, {}, "metrics must be set for method='private-evaluation' and for no other"),
         ({}, TRAINING, {}, "method='dp-fedavg': a message to evaluate must be of 'private-evaluation'"),
         ({}, forged(ask_for(), placement="local", step=GONE, **told("a")), {}, "has no terms of its own"),
         ({}, ask_for(), {LEDGER_PATH: "ledger.sqlite"}, "keeps no account"),

@@ -99,7 +99,7 @@ def test_complex_tables_and_parameters_without_dimensions(build):
 # The choice
 
 
-class Centred(nn.Module):
+class Centered(nn.Module):
     """Mixes the records of a batch."""
 
     def forward(self, x):
@@ -125,7 +125,7 @@ def rebound():
 
 LINEAR = nn.Linear(4, 4)
 OTHERS = {
-    "a module of one's own": Centred,
+    "a module of one's own": Centered,
     "a subclass": lambda: OwnLinear(4, 3),
     "a hook": hooked,
     "a forward of its own": rebound,

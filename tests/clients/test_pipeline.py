@@ -18,7 +18,7 @@ from flower_dp.clients.reply.parts import (
     RowClip,
     ServerNoise,
 )
-from flower_dp.clients.reply.pipeline import Job, Pipeline, Refusal, Reply
+from flower_dp.clients.reply.pipeline import ClientJob, Pipeline, Refusal, Reply
 from flower_dp.clients.reply.sending import QSGD, Dense, Lossless, RandK, SinglePrecision, TopK, bytes_a_value
 from flower_dp.clients.training.recipe import FlatModel
 from flower_dp.core import compression
@@ -54,20 +54,20 @@ def pipeline(*rows: Any, **parts: Any) -> Pipeline:
     return Pipeline(**arguments | parts)
 
 
-def job(name: str = "a", seed: int = 0) -> Job:
-    return Job(name=name, records=[], seed=0, secret=lambda: noise_generator(seed))
+def job(name: str = "a", seed: int = 0) -> ClientJob:
+    return ClientJob(name=name, records=[], seed=0, secret=lambda: noise_generator(seed))
 
 
 MASK, OTHER_MASK = (Mask(of=RoundMask(seed=seed, keep_ratio=0.1), length=SIZE) for seed in (3, 4))
 RELEASE = Release(
-    what="a test",
-    seen_by="everyone",
+    description="a test",
+    visible_to="everyone",
     unit="record",
     relation="replace-one",
     clip_norm=1.0,
     mechanism=Gaussian(noise_multiplier=1.0),
     sampler=FullSampling(),
-    num_clients=8,
+    num_units=8,
 )
 
 
@@ -220,11 +220,11 @@ def test_the_width_of_a_value_follows_from_public_numbers_where_noise_surely_fit
     assert bytes_a_value(odd.round(), clip, GaussianShare(noise_std=2.0**9)) == 4
 
 
-# Quantisation
+# Quantization
 
 
-def test_each_row_is_quantised_by_itself_with_its_weight_before_rows_are_added_up():
-    """Ternary rows of unit vectors are exact: a quantised sum would have one scale for both."""
+def test_each_row_is_quantized_by_itself_with_its_weight_before_rows_are_added_up():
+    """Ternary rows of unit vectors are exact: a quantized sum would have one scale for both."""
     rows = [torch.tensor([0.5, 0.0, 0.0]), torch.tensor([0.0, 0.0, -0.25])]
     made = pipeline(*rows, clip=RowClip(clip_norm=1.0, step=0.0), noise=NotPrivate(), encode=QSGD(levels=1))
     replies = list(made.replies(torch.zeros(3), [job("a"), replace(job("b"), weight=0.5)]))
@@ -245,8 +245,8 @@ def test_what_is_drawn_after_the_noise_does_not_repeat_it():
         made.append(np.random.default_rng(7))
         return made[-1]
 
-    quantised = pipeline(torch.zeros(50), encode=QSGD(levels=1))
-    list(quantised.replies(torch.zeros(50), [replace(job(), secret=secret)]))
+    quantized = pipeline(torch.zeros(50), encode=QSGD(levels=1))
+    list(quantized.replies(torch.zeros(50), [replace(job(), secret=secret)]))
     assert len(made) == 1
 
 

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from flower_dp.clients import BLUR, LUS, FlatModel, ProximalTerm, Regularizer, TensorRecords, Training, as_records, local_updates
 from flower_dp.clients.reply.parts import RecordClip
-from flower_dp.clients.training.draws import batch_seed
 from flower_dp.clients.training.engines import ENGINES
 from flower_dp.clients.training.record_clipping import clipped_sum
+from flower_dp.clients.training.training_rng import batch_seed
 from tests.clients.test_engines import PLAIN, _classes, _perceptron
 
 
@@ -261,7 +261,7 @@ def test_named_inputs_train_as_one_tensor_does(engine: str) -> None:
         torch.testing.assert_close(clipped(Pair(), data), total, rtol=0, atol=1e-5)
 
 
-# Regularisers: their pull is the gradient of their penalty, in both engines, and no client's pull has another client in it.
+# Regularizers: their pull is the gradient of their penalty, in both engines, and no client's pull has another client in it.
 
 
 # The penalties, written down a second time.
@@ -321,7 +321,7 @@ ROWS = torch.tensor([3, 2, 1, 0])
         ({"targets": [0, 1, 2, 3]}, "targets: is a list"),
         ({"targets": TARGETS[:3]}, r"shapes \(4, 3\) and \(3,\)"),
         ({"targets": torch.tensor(1)}, r"shapes \(4, 3\) and \(\)"),
-        ({"inputs": {}}, "inputs: has no tensor"),
+        ({"inputs": {}}, "inputs={}: must have at least one tensor"),
         ({"inputs": {"a": INPUTS, "b": INPUTS[:3]}}, r"inputs\['b'\], targets: shapes \(3, 3\)"),
         ({"indices": torch.arange(2.0)}, "indices: torch.float32"),
         ({"indices": torch.tensor([[0]])}, r"indices: .* of shape \(1, 1\)"),

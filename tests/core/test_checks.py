@@ -35,10 +35,10 @@ def test_numbers_come_back_as_plain_floats(value: Any) -> None:
 
 @pytest.mark.parametrize("value", ["no", 1, 0, None, np.True_])
 def test_a_flag_is_true_or_false(value):
-    with pytest.raises(ValueError, match=r"trusted_server=.*: must be True or False"):
-        checks.flag("trusted_server", value)
-    assert checks.flag("trusted_server", True) is True
-    assert checks.flag("trusted_server", False) is False
+    with pytest.raises(ValueError, match=r"server_completes_noise=.*: must be True or False"):
+        checks.flag("server_completes_noise", value)
+    assert checks.flag("server_completes_noise", True) is True
+    assert checks.flag("server_completes_noise", False) is False
 
 
 def test_a_bad_value_names_its_field_also_where_another_process_raised_it():

@@ -22,14 +22,14 @@ from flower_dp.core.clipping import clip_l1, clip_l2
 from flower_dp.core.noise import (
     LARGEST_EXACT,
     check_lattice,
-    exact,
     gaussian,
     gaussian_share,
+    is_exact,
     laplace,
     lattice_step,
-    nearest,
     noise_generator,
-    toward_zero,
+    round_to_nearest,
+    round_toward_zero,
 )
 
 FALSE_ALARM = 1e-6
@@ -243,8 +243,8 @@ def test_lattices_that_make_no_sense_are_refused(arguments: dict[str, Any], mess
 def test_without_noise_there_is_no_lattice() -> None:
     assert lattice_step(0.0, clip_norm=1.0, dimension=10) == 0
     values = np.array([0.1, -1 / 3])
-    np.testing.assert_array_equal(toward_zero(values, 0.0), values)
-    np.testing.assert_array_equal(nearest(values, 0.0), values)
+    np.testing.assert_array_equal(round_toward_zero(values, 0.0), values)
+    np.testing.assert_array_equal(round_to_nearest(values, 0.0), values)
 
 
 @each_kind
@@ -284,12 +284,12 @@ def test_rounding_toward_zero_is_exact_and_no_entry_grows(data: Any, dtype: Any,
     # So far from the largest float that the count of steps is one, too.
     elements = st.floats(-(2.0**60), 2.0**60, width=width) | st.floats(-8 * step, 8 * step, width=width)
     values = data.draw(hnp.arrays(dtype, st.integers(0, 20), elements=elements))
-    rounded = np.asarray(toward_zero(_LIBRARIES[library](values.copy()), step))
+    rounded = np.asarray(round_toward_zero(_LIBRARIES[library](values.copy()), step))
     assert rounded.dtype == dtype
     assert (np.abs(rounded) <= np.abs(values)).all()
     assert (np.abs(values.astype(np.float64) - rounded) < step).all()
     assert [Fraction(float(x)) for x in rounded] == [_exactly(float(x), step) for x in values]
-    again = np.asarray(toward_zero(_LIBRARIES[library](rounded.copy()), step))
+    again = np.asarray(round_toward_zero(_LIBRARIES[library](rounded.copy()), step))
     np.testing.assert_array_equal(again, rounded)
 
 
@@ -298,7 +298,7 @@ def test_rounding_toward_zero_is_exact_and_no_entry_grows(data: Any, dtype: Any,
 def test_steps_beyond_float32_are_rounded_to_in_float64(library: str, step: float) -> None:
     """In float32, 1 / step or the multiples of the step would overflow or vanish."""
     values = np.array([3.7, -3.7, 0.9], np.float32).astype(np.float64) * 2.0 ** (math.log2(step) if step > 1 else -129)
-    rounded = toward_zero(_LIBRARIES[library](values.astype(np.float32)), step)
+    rounded = round_toward_zero(_LIBRARIES[library](values.astype(np.float32)), step)
     expected = [float(_exactly(float(np.float32(x)), step)) for x in values]
     assert np.asarray(rounded).tolist() == expected
     assert np.asarray(rounded).dtype == np.float64
@@ -317,7 +317,7 @@ def test_rounding_keeps_the_clip_bound(values: np.ndarray, clip: float, ratio: f
     step = lattice_step(ratio * clip, clip_norm=clip, dimension=values.size, norm=norm)
     clipped = (clip_l2 if norm == "l2" else clip_l1)(_LIBRARIES[library](values), clip)
     before = [Fraction(float(x)) for x in np.asarray(clipped)]
-    after = [Fraction(float(x)) for x in np.asarray(toward_zero(clipped, step))]
+    after = [Fraction(float(x)) for x in np.asarray(round_toward_zero(clipped, step))]
     if norm == "l2":
         assert sum(x * x for x in after) <= Fraction(clip) ** 2
         assert sum((x - y) ** 2 for x, y in zip(before, after, strict=True)) <= (Fraction(clip) / 256) ** 2
@@ -334,7 +334,7 @@ def test_rounding_keeps_the_clip_bound(values: np.ndarray, clip: float, ratio: f
 )
 def test_nearest_is_the_nearest_multiple(values: np.ndarray, exponent: int, library: str) -> None:
     step = 2.0**exponent
-    rounded = np.asarray(nearest(_LIBRARIES[library](values.copy()), step))
+    rounded = np.asarray(round_to_nearest(_LIBRARIES[library](values.copy()), step))
     expected = [round(Fraction(float(x)) / Fraction(step)) * Fraction(step) for x in values]
     assert [Fraction(float(x)) for x in rounded] == expected
 
@@ -356,7 +356,7 @@ class Shifted(np.random.Generator):
 
 
 def _rounded(number: Fraction) -> int:
-    assert number.denominator != 2  # of a tie both neighbours are nearest; no draw of these seeds is one
+    assert number.denominator != 2  # of a tie both neighbors are nearest; no draw of these seeds is one
     return round(number)
 
 
@@ -369,7 +369,7 @@ def test_a_shift_before_gaussian_noise_is_rounded_is_a_shift_after_it(scale: flo
     step, rng = 2.0**-9, Shifted(51)
     parts = [scale] if scale <= 2**16 else [math.sqrt(scale**2 - 2.0**24), 2.0**12]
     assert math.hypot(*parts) == pytest.approx(scale, rel=1e-15)
-    x = toward_zero(np.random.default_rng(52).standard_normal(3000) * 7 * scale * step, step)
+    x = round_toward_zero(np.random.default_rng(52).standard_normal(3000) * 7 * scale * step, step)
     released = x + gaussian(x, scale * step, step, rng)
     for value, out, *normals in zip(x, released, *rng.drawn, strict=True):
         shifted = Fraction(float(value)) / Fraction(step)
@@ -386,14 +386,14 @@ def test_sums_of_lattice_values_are_the_same_in_any_order(name: str, source: str
     step = lattice_step(0.7, clip_norm=1.0, dimension=200)
     rows = [np.asarray(DRAWS[name](like, 0.7, step, rng)) for _ in range(100)]
     values = np.random.default_rng(57).standard_normal((100, 200))
-    rows = [row + toward_zero(value, step) for row, value in zip(rows, values, strict=True)]
+    rows = [row + round_toward_zero(value, step) for row, value in zip(rows, values, strict=True)]
 
     def totals(rows: Any) -> set[bytes]:
         orders = [np.arange(100), np.arange(100)[::-1], *(np.random.default_rng(i).permutation(100) for i in range(5))]
         return {np.add.accumulate(np.stack(rows)[order])[-1].tobytes() for order in orders}
 
     (only,) = totals(rows)
-    assert exact(np.frombuffer(only), step)
+    assert is_exact(np.frombuffer(only), step)
     # By the exact sum of the exact numbers, too.
     expected = [float(sum(map(Fraction, map(float, column)), Fraction(0))) for column in np.stack(rows).T]
     assert np.frombuffer(only).tolist() == expected
@@ -409,7 +409,7 @@ def test_neither_noise_nor_what_is_rounded_to_zero_is_minus_zero(name: str, sour
     assert not np.signbit(noise[noise == 0]).any()
     for library in _LIBRARIES.values():
         for dtype in (np.float32, np.float64):
-            rounded = np.asarray(toward_zero(library(np.array([-0.3, -0.0, 0.0, 0.3], dtype)), 1.0))
+            rounded = np.asarray(round_toward_zero(library(np.array([-0.3, -0.0, 0.0, 0.3], dtype)), 1.0))
             assert not rounded.any()
             assert not np.signbit(rounded).any()
 
@@ -417,11 +417,11 @@ def test_neither_noise_nor_what_is_rounded_to_zero_is_minus_zero(name: str, sour
 def test_a_sum_with_too_many_bits_is_not_called_exact() -> None:
     step = 2.0**-9
     for library in _LIBRARIES.values():
-        assert exact(library(np.array([0.0, -(2.0**53 - 1)]) * step), step)
-        assert not exact(library(np.array([0.0, -(2.0**53)]) * step), step)
-        assert not exact(library(np.array([0.0, math.inf])), step)
-        assert not exact(library(np.array([0.0, math.nan])), step)
-        assert exact(library(np.array([1e300])), 0.0)
+        assert is_exact(library(np.array([0.0, -(2.0**53 - 1)]) * step), step)
+        assert not is_exact(library(np.array([0.0, -(2.0**53)]) * step), step)
+        assert not is_exact(library(np.array([0.0, math.inf])), step)
+        assert not is_exact(library(np.array([0.0, math.nan])), step)
+        assert is_exact(library(np.array([1e300])), 0.0)
 
 
 # What is asked for

@@ -96,7 +96,7 @@ def go_on_after_a_kill(loop):
     assert loop.run(resume=True).wait(900) == 0
     assert node.poll() is None
     statement = json.loads((loop.folder / "statement.json").read_text())
-    assert statement["num_rounds"] == 3
+    assert statement["guarantee"]["num_charged_rounds"] == 3
     assert [line for line in statement["incidents"] if "not finished" in line] == ["round 2 was charged and not finished"]
     assert loop.rounds() == [1, 2, 3]
     assert re.search(r"ROUND 3/3", loop.log("operator"))

@@ -30,7 +30,7 @@ class ReplyingGrid(TellingGrid):
             for reply in answered if asks else ():
                 asked = json.loads(_text(message))
                 if reply.has_content():
-                    refused = wire.Answer.from_json(_text(reply), asked["clients"]).refused
+                    refused = wire.ReplyHeader.from_json(_text(reply), asked["clients"]).refused
                     left = [name for name in asked["clients"] if name not in refused]
                     self.witness.say("replied", evaluation=asked["method"] == EVALUATION, clients=left)
                     self.points.here("after a reply has left")

@@ -25,7 +25,7 @@ from flower_dp.clients import (
 )
 from flower_dp.core.sampling import FullSampling, PoissonSampling, RoundRobinSampling
 from flower_dp.privacy import accounting
-from flower_dp.privacy.charges import EVERY_CLIENT, Charge
+from flower_dp.privacy.charges import ALL_CLIENTS, Charge
 from flower_dp.privacy.device_store import DeviceLedger
 from flower_dp.privacy.dp_fedpaq import FedPAQSteps
 from flower_dp.privacy.evaluation_budget import EvaluationBudget
@@ -66,7 +66,7 @@ class Setup:
         client: makes the client of a node: model=, clients= -> a client; with the path of the devices' ledger, for methods that
             have one.
         event: what a message of a release costs whom it is sent to, or who might have been drawn for it.
-        relation: neighbouring relation of the events.
+        relation: neighboring relation of the events.
         local: whether every device has a ledger of its own.
         drawn: whether every round costs all clients alike, whether they are asked or not.
     """
@@ -85,7 +85,7 @@ _POISSON = PoissonSampling(sampling_rate=RATE)
 _STEPS = FedPAQSteps(learning_rate=0.1, num_local_steps=2, batch_size=4, clip_norm=0.5, sensitivity="per-step")
 _BUDGET = EvaluationBudget(epsilon=0.5, num_evaluations=NUM_ROUNDS)
 _TURNS = RoundRobinSampling(cohort_size=3)
-_ADAPTIVE = AdaptiveClip(initial=0.5, smallest=0.1, largest=2.0)
+_ADAPTIVE = AdaptiveClip(initial_clip_norm=0.5, min_clip_norm=0.1, max_clip_norm=2.0)
 _EVALUATION = PrivateEvaluation(noise_multiplier=EVALUATION_NOISE, sampling=FullSampling())
 
 
@@ -178,8 +178,9 @@ class Reader:
         self.witness.say("line", round=line["round"])
 
     def end(self, statement: PrivacyStatement, result: Result | None) -> None:
-        said = statement.to_dict()
-        self.witness.say("stated", **{name: said[name] for name in ("epsilon", "delta", "num_rounds", "incidents")})
+        told = statement.to_dict()
+        guarantee = {name: told["guarantee"][name] for name in ("epsilon", "delta", "num_charged_rounds")}
+        self.witness.say("stated", **guarantee, incidents=told["incidents"])
 
 
 def digest(arrays: ArrayRecord) -> str:
@@ -218,7 +219,7 @@ def run(setup: Setup, folder: Path, life: int, at: int | None, *, interrupts: bo
     points = Points(folder, at, lambda kind: witness.say("killed", kind=kind), interrupts=interrupts)
     grid, strategy = grid_of(setup, folder), setup.strategy()
     grid.witness, grid.points = witness, points
-    learn = Session.learn
+    learn = Session.next_model
 
     def learnt(self: Session, server_round: int, replies: Any) -> Any:
         learned = learn(self, server_round, replies)
@@ -231,7 +232,7 @@ def run(setup: Setup, folder: Path, life: int, at: int | None, *, interrupts: bo
         points.here("evaluate_fn")
         return MetricRecord({"loss": 0.0})
 
-    setattr(Session, "learn", learnt)  # noqa: B010
+    setattr(Session, "next_model", learnt)  # noqa: B010
     place = CheckpointPlace(folder=folder / "checkpoint", resume=life > 1)
     OBSERVERS.set(lambda: (Reader(witness=witness, checkpoints=place),))
     if often:
@@ -281,7 +282,7 @@ def check_now(setup: Setup, folder: Path, holes: Holes) -> None:
     for line in heard.all("sent"):
         key = (line["release"], line["round"])
         owners = charged.get(key, set())
-        holes.unless(EVERY_CLIENT in owners or owners.issuperset(line["owners"]), f"{key}: was sent and not charged")
+        holes.unless(ALL_CLIENTS in owners or owners.issuperset(line["owners"]), f"{key}: was sent and not charged")
         holes.unless(first.setdefault(key, line["life"]) == line["life"], f"{key}: was sent in two lives")
     for key, count in told.items():
         holes.unless(count == 1, f"{key}: was asked {count} times")
@@ -296,7 +297,8 @@ def check_now(setup: Setup, folder: Path, holes: Holes) -> None:
             rounds.add(line["round"])
         if line["what"] == "stated":
             holes.unless(
-                line["num_rounds"] >= len(rounds), f"{line['num_rounds']} rounds are stated, and {sorted(rounds)} were asked"
+                line["num_charged_rounds"] >= len(rounds),
+                f"{line['num_charged_rounds']} rounds are stated, and {sorted(rounds)} were asked",
             )
     noised = Counter(line["round"] for line in heard.all("noised"))
     holes.unless(all(count == 1 for count in noised.values()), f"noise was added twice in a round: {dict(noised)}")
@@ -338,7 +340,9 @@ def check_end(setup: Setup, folder: Path, holes: Holes) -> None:
     trained = {number for number, charge in charges if charge.release != EVALUATION}
     evaluated = {number for number, charge in charges if charge.release == EVALUATION}
     holes.unless(trained == set(range(1, NUM_ROUNDS + 1)), f"rounds {sorted(trained)} were charged")
-    holes.unless(ended["num_rounds"] == len(trained), f"the statement has {ended['num_rounds']} rounds of {len(trained)}")
+    holes.unless(
+        ended["num_charged_rounds"] == len(trained), f"the statement has {ended['num_charged_rounds']} rounds of {len(trained)}"
+    )
     for what, of, finished in (("", trained, ended["reported"]), ("the evaluation of ", evaluated, ended["evaluated"])):
         told = unfinished(ended["incidents"], what)
         holes.unless(

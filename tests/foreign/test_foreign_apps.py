@@ -12,7 +12,7 @@ import pytest
 import torch
 from flwr.app import Context, RecordDict
 
-from flower_dp.running.workplace import app_files_linked
+from flower_dp.running.run_workdir import app_files_linked
 from tests.closed_forms import gaussian_epsilon
 from tests.grids import LocalGrid
 
@@ -116,18 +116,19 @@ def test_the_statement_after_a_start_of_ones_own_counts_rounds_and_lost_replies(
     assert len(grid.received) == 11
     said = capsys.readouterr().out
     assert said.startswith("Privacy statement: DP-FedAvg\n")
-    epsilon = float(
-        re.search(r"^\(([\d.]+), 0.001\)-differential privacy for each client .* over 3 rounds\.$", said, re.MULTILINE)[1]
-    )
+    lines = [line.removeprefix("GUARANTEE").strip() for line in said.splitlines()]
+    promise = re.compile(r"Each client has \(([\d.]+), 0.001\)-differential privacy \(.*\)\.")
+    (epsilon,) = (float(found[1]) for line in lines if (found := promise.fullmatch(line)))
+    assert re.fullmatch(r"Upper bound \(accountant .*\) for 3 charged rounds\.", lines[3])
     assert epsilon == pytest.approx(gaussian_epsilon([0.31] * 3, "add-or-remove-one", 1e-3), rel=1e-3)
-    assert "1 updates that were asked for did not count: 1 from nodes that did not reply" in said
+    assert "1 requested updates did not count: 1 from nodes that did not reply" in said
 
 
 def test_a_model_with_batchnorm_is_refused_with_the_layer_and_what_to_do(play, monkeypatch):
-    from flower_dp.clients.training import fixes
+    from flower_dp.clients.training import batchnorm
 
     monkeypatch.setattr("flower_dp.clients.fix_batchnorm", lambda model: model)
-    assert fixes.fix_batchnorm is not None
+    assert batchnorm.fix_batchnorm is not None
     with pytest.raises(ValueError, match=r"layer '1': '1.running_mean' holds batch statistics.*GroupNorm"):
         play("batchnorm", stock=False)
 

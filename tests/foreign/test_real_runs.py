@@ -113,7 +113,7 @@ def test_a_run_releases_the_bits_of_a_grid_in_one_process(tmp_path, fail):
     assert run.status == fail
     if fail:
         assert run.err.startswith("error: the run failed: RuntimeError: the seeded app was told to fail\n")
-        assert f"What it released before is in {folder / 'statement.txt'}" in run.err
+        assert f"The statement of everything released so far is {folder / 'statement.txt'}" in run.err
     else:
         assert run.err == ""
         assert {path.name for path in folder.iterdir()} == set(RESULTS)
@@ -179,9 +179,9 @@ def test_an_app_that_ends_the_process_leaves_a_statement_and_the_run_goes_on(tmp
     assert run.status == 1, run.out + run.err
     assert told in run.err
     folder = tmp_path / "run"
-    assert f"What it released before is in {folder}/statement.txt\n" in run.err
-    assert f"goes on with: flower-dp run --resume {folder}" in run.err
-    assert json.loads((folder / "statement.json").read_text())["num_rounds"] == 2
+    assert f"The statement of everything released so far is {folder}/statement.txt\n" in run.err
+    assert f"resume it with: flower-dp run --resume {folder}" in run.err
+    assert json.loads((folder / "statement.json").read_text())["guarantee"]["num_charged_rounds"] == 2
     run.assert_nothing_left()
 
 

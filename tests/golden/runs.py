@@ -32,7 +32,7 @@ from safetensors.numpy import load_file
 from flower_dp import record_run
 from flower_dp.cli import main as cli
 from flower_dp.clients import model_arrays
-from flower_dp.core import dp, noise
+from flower_dp.core import dp_events, noise
 from flower_dp.privacy.store import Store
 from flower_dp.running import plot
 from tests import app_runs
@@ -97,9 +97,10 @@ def views_of(method: Method, strategy: Any) -> list[dict[str, int]]:
 
 def epsilons_of(statement: Mapping[str, Any]) -> dict[str, Any]:
     """Return the numbers of a statement, as `statement.json` has it."""
-    by_adversary = {one["name"]: [one["epsilon"], one["accountant"], one["noise_std"]] for one in statement["adversaries"]}
-    return {"private": statement["private"], "epsilon": statement["epsilon"], "adversaries": by_adversary} | (
-        {"joint": statement["joint"]} if statement["joint"] else {}
+    by_adversary = {one["name"]: [one["epsilon"], one["accountant"], one["lowest_noise_std"]] for one in statement["adversaries"]}
+    told = statement["guarantee"]
+    return {"private": told["private"], "epsilon": told["epsilon"], "adversaries": by_adversary} | (
+        {"joint": told["joint"]} if told["joint"] else {}
     )
 
 
@@ -129,16 +130,16 @@ def text_of(event: Any) -> str:
     return str(event)
 
 
-def total_of(event: dp.DpEvent) -> str:
+def total_of(event: dp_events.DpEvent) -> str:
     """Return a composition as its parts and how often each is in it, in an order of their own."""
     counts = Counter(dict(_leaves(event)))
     return " + ".join(f"{count} x {text}" for text, count in sorted(counts.items()))
 
 
-def _leaves(event: dp.DpEvent) -> Counter[str]:
-    if isinstance(event, dp.ComposedDpEvent):
+def _leaves(event: dp_events.DpEvent) -> Counter[str]:
+    if isinstance(event, dp_events.ComposedDpEvent):
         return sum((_leaves(part) for part in event.events), Counter())
-    if isinstance(event, dp.SelfComposedDpEvent):
+    if isinstance(event, dp_events.SelfComposedDpEvent):
         return Counter({text: count * event.count for text, count in _leaves(event.event).items()})
     return Counter({text_of(event): 1})
 
@@ -243,18 +244,18 @@ FURTHER: dict[str, dict[str, Any]] = {
     "private evaluation of one sum": further(
         "dp-fedavg",
         {"delta": 1e-3},
-        **{"sampling-rate": 0.5, "evaluation.every": 2, "evaluation.metrics": "loss=5,accuracy=1"},
+        **{"sampling-rate": 0.5, "private-evaluation.every": 2, "private-evaluation.metrics": "loss=5,accuracy=1"},
     ),
     "private evaluation of every client": further(
         "fedsgd-dpc",
         {"mechanism": "gaussian", "delta": 1e-4, "client-epsilons": "0.5,2,8,2"},
-        **{"evaluation.every": 1, "evaluation.epsilon": 0.5},
+        **{"private-evaluation.every": 1, "private-evaluation.epsilon": 0.5},
     ),
     "epsilon given, fixed-size cohorts": further("dp-fedavg", {"epsilon": 3.0, "delta": 1e-3}, sampling="fixed-size", **THREE),
     "a target that ends the run": further("dp-fedavg", {"target-epsilon": 6.0, "delta": 1e-3}, sampling="full"),
     "quantized shares of an untrusted server": further(
         "dp-fedsam",
-        {"delta": 1e-3, "target-epsilon": 0.0, "trusted-server": False, "keep-ratio": 0.5, "quantization-levels": 8},
+        {"delta": 1e-3, "target-epsilon": 0.0, "server-completes-noise": False, "keep-ratio": 0.5, "quantization-levels": 8},
         **THREE | {"sampling": "round-robin", "report-client-metrics": True},
     ),
     "dp-fedpaq with clipped updates and the paper's noise": further(
@@ -262,7 +263,7 @@ FURTHER: dict[str, dict[str, Any]] = {
     ),
     "scaffold with noise": further("scaffold", {"sensitivity": "per-step", "num-local-steps": 2}, **{"batch-size": 38}),
     "dp-pasgd by the paper's accountant": further("dp-pasgd", {"calibration": "zcdp", "num-local-steps": 2}),
-    "nbafl with a proved epsilon": further("nbafl", {"epsilon": 20.0, "paper-epsilon": 50.0}, proximal=0.1),
+    "nbafl with a proved epsilon": further("nbafl", {"epsilon": 20.0, "paper-epsilon": 50.0}, **{"proximal-mu": 0.1}),
 }
 
 # The examples of docs/planning.md, and two changes of them.

@@ -40,7 +40,7 @@ OTHERS: dict[str, dict[str, list[Any]]] = {
         "max_rounds": [10**9],
     },
     "dp-pasgd": {
-        "max_cost": [100.5],
+        "max_resource_cost": [100.5],
         "epsilon": [1e-200, 1e-155],
         "initial_gap": [1e308],
         "delta": [1.0],
@@ -97,7 +97,7 @@ def test_a_missing_key_is_named(method):
         ("fedsgd-dpc", {"num_rounds": 7, "max_rounds": 5}, "num_rounds=7: must be <= max_rounds=5"),
         ("fedsgd-dpc", {"mechanism": "gaussian"}, "max_rounds: missing"),
         ("fedsgd-dpc", {"epsilon": 1e20}, "max_rounds: missing"),  # no noise to speak of
-        ("dp-pasgd", {"max_cost": 100.5}, "max_cost=.* must pay for one round of one step.* = 101"),
+        ("dp-pasgd", {"max_resource_cost": 100.5}, "max_resource_cost=.* must pay for one round of one step.* = 101"),
         ("dp-pasgd", {"smoothness": 2.0, "learning_rate": 0.51}, "learning_rate=.* learning_rate <= 0.5"),
         ("dp-fedpaq", {"quantization_levels": 9, "max_quantization_levels": 8}, "quantization_levels=9: must be .* <= 8"),
         # E b / n = 0.02 for E = 1: the noise formula's delta / gamma would be 2.5.

@@ -54,7 +54,7 @@ def test_nothing_feasible_is_status_2_with_the_reasons(call):
 @pytest.mark.parametrize(
     ("method", "problem", "named"),
     [
-        ("fedsgd-dpc", LAPLACE | {"epsilon": [1.0, 2.0]}, "epsilon: the list has length 2, num_clients=10 asks for length 10"),
+        ("fedsgd-dpc", LAPLACE | {"epsilon": [1.0, 2.0]}, "epsilon: the list has length 2, num_clients=10 needs length 10"),
         ("fedsgd-dpc", LAPLACE | {"a\nb": 1}, "unknown key"),
         ("nbafl", {}, "num_clients: missing"),
         ("fedsgd", LAPLACE, "method='fedsgd': has no planner; did you mean fedsgd-dpc?"),

@@ -182,7 +182,7 @@ class TestProblems:
     def test_keys_of_dp_pasgd_and_what_stays_to_be_named(self):
         constants = estimate(three_clients(), l2=L2, num_classes=CLASSES)
         data = Data(constants=constants, num_records=(20, 20, 20), dimension=6)
-        rest = {key: PASGD[key] for key in ("cost_per_aggregation", "cost_per_step", "max_cost", "epsilon", "delta")}
+        rest = {key: PASGD[key] for key in ("cost_per_aggregation", "cost_per_step", "max_resource_cost", "epsilon", "delta")}
         rest |= {"learning_rate": 0.01, "batch_size": [5, 10, 20]}
         found = dp_pasgd.from_data(data, rest)
         # A batch of the smallest size, and how far the devices' gradients are apart.

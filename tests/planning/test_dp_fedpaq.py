@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flower_dp.apps.client_app import app as client_app
-from flower_dp.apps.methods import Run
+from flower_dp.apps.methods import ParsedRunConfig
 from flower_dp.apps.server_app import app as server_app
 from flower_dp.cli import plans
 from flower_dp.planning import ProblemError
@@ -179,26 +179,26 @@ def test_the_command_of_an_answer_runs_with_its_epsilon_and_bits(tmp_path, cohor
     statement = json.loads((tmp_path / "run" / "statement.json").read_text())
     rounds = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     sent = sum(8 * cohort_size * one["bytes-per-client"] for one in rounds if "bytes-per-client" in one)
-    assert statement["num_rounds"] == answer.best.num_rounds == 3
+    assert statement["guarantee"]["num_charged_rounds"] == answer.best.num_rounds == 3
     assert 0.5 * said["bits_sent"] < sent <= said["most_bits_sent"]
     assert said["bits_sent"] <= said["most_bits_sent"]
-    assert 8.0 < statement["epsilon"] <= said["epsilon"] * (1 + 1e-3)
+    assert 8.0 < statement["guarantee"]["epsilon"] <= said["epsilon"] * (1 + 1e-3)
     if cohort_size == 4:
-        assert statement["epsilon"] == pytest.approx(said["epsilon"], rel=1e-3)
+        assert statement["guarantee"]["epsilon"] == pytest.approx(said["epsilon"], rel=1e-3)
         assert said["num_replies"] == 3
     # The theorem's 4 / (mu (k E + 4 E)), and the paper's noise of the least epsilon.
-    planned = Run.of(config)
+    planned = ParsedRunConfig.of(config)
     run = planned.strategy(lambda: dict.fromkeys(planned.settings.client_names(), 20)).rules.steps
     assert [run.step_size(number) for number in (1, 5)] == pytest.approx([4 / (0.5 * 8), 4 / (0.5 * (4 * 2 + 8))])
     noise = 2 * run.sum_norm * 2 * 0.2 * math.sqrt(2 * math.log(1.25 * 0.2 / 1e-4)) / 8.0
-    assert statement["noise"]["least_noise_multiplier"] == pytest.approx(noise / run.sum_norm)
+    assert statement["mechanism"]["noise"]["min_noise_multiplier"] == pytest.approx(noise / run.sum_norm)
 
 
 def test_an_answer_for_clients_of_many_sizes_leaves_epsilon_to_the_command_that_says_it():
     sizes = [100, 101, 102, 103, 104, 105, 106, 107]
     run: Any = plan(SMALL | {"num_records": sizes}).to_dict()["run"]
     assert run["epsilon"] is None
-    assert "flower-dp epsilon says it" in "\n".join(plan(SMALL | {"num_records": sizes}).lines())
+    assert "flower-dp epsilon computes it" in "\n".join(plan(SMALL | {"num_records": sizes}).lines())
     fixed = {"num_local_steps": 2, "cohort_size": 4, "quantization_levels": 3}
     both, large, small = (
         plan(SMALL | fixed | {"num_records": own}).to_dict()["run"]["epsilon"] for own in ([100] * 4 + [50] * 4, 100, 50)

@@ -47,10 +47,14 @@ def feasible_points(p: dict[str, Any]) -> list[tuple[int, int]]:
     """All (rounds, tau) that the costs and the step-size condition allow."""
     eta_l, points = p["learning_rate"] * p["smoothness"], []
     for tau in itertools.count(1):
-        if eta_l + eta_l**2 * tau * (tau - 1) > 1 or p["cost_per_aggregation"] + p["cost_per_step"] * tau > p["max_cost"]:
+        if (
+            eta_l + eta_l**2 * tau * (tau - 1) > 1
+            or p["cost_per_aggregation"] + p["cost_per_step"] * tau > p["max_resource_cost"]
+        ):
             return points
         rounds = itertools.takewhile(
-            lambda r, tau=tau: p["cost_per_aggregation"] * r + p["cost_per_step"] * r * tau <= p["max_cost"], itertools.count(1)
+            lambda r, tau=tau: p["cost_per_aggregation"] * r + p["cost_per_step"] * r * tau <= p["max_resource_cost"],
+            itertools.count(1),
         )
         points += [(r, tau) for r in rounds]
 
@@ -152,17 +156,17 @@ def test_is_feasible_and_the_best_of_all(budget, convexity, learning_rate, **key
     p |= {"learning_rate": learning_rate}
     if p["cost_per_aggregation"] == 0 and p["cost_per_step"] == 0:
         p["cost_per_aggregation"] = 1.0
-    p["max_cost"] = budget * (p["cost_per_aggregation"] + p["cost_per_step"])
+    p["max_resource_cost"] = budget * (p["cost_per_aggregation"] + p["cost_per_step"])
     if p["cost_per_step"] == 0:
         p["learning_rate"] = max(learning_rate, 0.05)  # else there are too many points for brute force
     if p["cost_per_aggregation"] == 0:
-        p["max_cost"] = min(p["max_cost"], 100.0 * p["cost_per_step"])
+        p["max_resource_cost"] = min(p["max_resource_cost"], 100.0 * p["cost_per_step"])
     answer = plan(p)
     found = answer.to_dict()
     rounds, tau, k = found["num_rounds"], found["steps_per_round"], found["num_steps"]
     eta_l = p["learning_rate"] * p["smoothness"]
     assert k == rounds * tau
-    assert found["cost"] == p["cost_per_aggregation"] * rounds + p["cost_per_step"] * k <= p["max_cost"]
+    assert found["cost"] == p["cost_per_aggregation"] * rounds + p["cost_per_step"] * k <= p["max_resource_cost"]
     assert eta_l + eta_l**2 * tau * (tau - 1) <= 1 + 1e-12
     assert found["epsilon"] <= p["epsilon"]
     assert found["epsilon_tight"] <= found["epsilon"] * (1 + 1e-6) + 1e-6
@@ -196,5 +200,5 @@ def test_nothing_but_noise_limits_the_steps(monkeypatch):
     assert answer["steps_per_round"] == 1  # aggregation is free
     assert answer["bound"] == pytest.approx(float(answer.problem.bound(np.arange(1, 10**4), 1).min()), rel=1e-12)
     monkeypatch.setattr(dp_pasgd, "MOST_STEPS", 10)
-    with pytest.raises(ProblemError, match=r"^max_cost="):
+    with pytest.raises(ProblemError, match=r"^max_resource_cost="):
         plan(free)

@@ -57,7 +57,7 @@ def test_a_method_runs_without_float64_to_the_last_bit(method: Method) -> None:
 def test_shares_of_noise_that_are_drawn_on_it_have_the_stated_scale(label: str, engine: str, num_nodes: int) -> None:
     (method,) = (one for one in METHODS if one.label == label)
     arguments = Words(num_clients=5, num_rounds=4, clip_norm=0.8, delta=1e-5)
-    run = run_of(method, arguments, on(STILL, here=True, engine=engine, group_size=5), num_nodes=num_nodes)
+    run = run_of(method, arguments, on(STILL, here=True, training_engine=engine, group_size=5), num_nodes=num_nodes)
     released = np.diff(np.stack(run.models).astype(np.float64), axis=0)
     std = method.noise(arguments, 5)
     # 24,000 draws: a scale that is right is 3 % off less often than once in 10^9.
@@ -69,7 +69,7 @@ def test_shares_of_noise_that_are_drawn_on_it_have_the_stated_scale(label: str, 
 @pytest.mark.parametrize("label", [method.label for method in OWN_CLIENTS if method.exact and not method.message_noise(Words())])
 def test_a_group_of_clients_is_trained_and_clipped_on_it_as_on_the_cpu(label: str, caplog: Any) -> None:
     (method,) = (one for one in METHODS if one.label == label)
-    grouped = seeded(method, on(SMALL, here=True, engine="batched", group_size=3), num_nodes=1)
+    grouped = seeded(method, on(SMALL, here=True, training_engine="batched", group_size=3), num_nodes=1)
     assert "one by one" not in caplog.text
     assert [report.replies for report in grouped.strategy.rounds] == [4] * 3
     alone = on_the_cpu(method)

@@ -20,13 +20,13 @@ from torch import Tensor, nn
 from flower_dp import clients as dp
 from flower_dp.clients import DPClient, FlatModel, TensorRecords, Training, local_updates
 from flower_dp.clients.reply.client_level import pipeline
-from flower_dp.clients.reply.pipeline import Job, Refusal, Reply
+from flower_dp.clients.reply.pipeline import ClientJob, Refusal, Reply
 from flower_dp.clients.training import devices
 from flower_dp.clients.training.attributes import base_hash
 from flower_dp.clients.training.channels_last import Convolutions
-from flower_dp.clients.training.draws import OwnDraws
 from flower_dp.clients.training.engines import ENGINES, num_slots
 from flower_dp.clients.training.records import OnDevice
+from flower_dp.clients.training.training_rng import IsolatedRng
 from flower_dp.core.clipping import l2_norms
 from flower_dp.core.noise import lattice_step, noise_generator
 from flower_dp.core.sampling import FullSampling
@@ -136,7 +136,7 @@ def test_the_size_of_a_group_is_the_same_for_any_cohort(monkeypatch: Any) -> Non
     monkeypatch.setattr(batched, "Program", seen)
     (method,) = (one for one in METHODS if one.label == "dp-fedavg")
     arguments = Words(sampling_rate=0.5, num_rounds=6, num_clients=8)
-    run = run_of(method, arguments, on(SMALL, here=True, engine="batched", group_size=6), num_nodes=1)
+    run = run_of(method, arguments, on(SMALL, here=True, training_engine="batched", group_size=6), num_nodes=1)
     assert len({report.replies for report in run.strategy.rounds}) > 1
     assert sizes == {6}
 
@@ -148,7 +148,7 @@ def test_what_a_round_costs_does_not_grow_with_the_clients_of_a_group() -> None:
     training, counts = Training(learning_rate=0.1, batch_size=4), []
     for number in (4, 24):
         clients = {f"c{index}": replace(own, indices=torch.arange(index, index + 12)) for index in range(number)}
-        node: dict[str, Any] = {"device": DEVICE, "engine": "batched", "group_size": 24}
+        node: dict[str, Any] = {"device": DEVICE, "training_engine": "batched", "group_size": 24}
         client = DPClient(model=nn.Linear(72, 3), clients=clients, training=training, **node)
         strategy = DPFedAvg(clip_norm=0.5, noise_multiplier=1.0, sampling=FullSampling(), num_clients=number, delta=1e-3)
 
@@ -184,7 +184,7 @@ class Rows:
 def replies(rows: list[Any], rows_together: int, device: Any = DEVICE, **asked: Any) -> list[Reply | Refusal]:
     """What clients with these rows reply; the server adds the noise."""
     train = Rows([row if isinstance(row, Exception) else row.to(device) for row in rows], rows_together)
-    jobs = [Job(name=f"c{place}", records=[], seed=0, secret=noise_generator, measured=True) for place in range(len(rows))]
+    jobs = [ClientJob(name=f"c{place}", records=[], seed=0, secret=noise_generator, measured=True) for place in range(len(rows))]
     made_of = pipeline(made(size=LENGTH, **asked), train=train, length=LENGTH)
     return list(made_of.replies(torch.zeros(LENGTH).to(device), jobs))
 
@@ -220,7 +220,7 @@ def test_rows_that_are_clipped_together_are_those_that_are_clipped_alone(asked: 
     "device", [DEVICE, pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"))]
 )
 @pytest.mark.parametrize("asked", ASKS.values(), ids=ASKS)
-def test_no_neighbour_changes_a_bit_of_a_row_that_is_clipped_with_others(asked: dict[str, Any], device: Any, caplog: Any) -> None:
+def test_no_neighbor_changes_a_bit_of_a_row_that_is_clipped_with_others(asked: dict[str, Any], device: Any, caplog: Any) -> None:
     """Neither a long row, nor one that is not finite, nor an error, nor how many there are, nor the place."""
     caplog.set_level("DEBUG", logger="flwr")
     own = drawn_rows()[4]
@@ -390,7 +390,7 @@ def test_no_sum_over_a_row_is_in_an_order_that_follows_from_its_place() -> None:
     (rows[0].to(DEVICE)[None].expand(3, -1).contiguous()).norm(dim=1)
     assert Pretend.counted.pop("sums whose order follows from the place") == 1  # the device notices
     train = Rows([row.to(DEVICE) for row in rows], 4)
-    jobs = [Job(name=f"c{place}", records=[], seed=0, secret=noise_generator, measured=True) for place in range(5)]
+    jobs = [ClientJob(name=f"c{place}", records=[], seed=0, secret=noise_generator, measured=True) for place in range(5)]
     for asked in ({}, {"indicator": Indicator(clip_norm=0.8, scale=0.4), "clip_norm": math.hypot(0.8, 0.2)}):
         made_of = pipeline(made(size=length, **asked), train=train, length=length)
         assert all(isinstance(reply, Reply) for reply in made_of.replies(torch.zeros(length).to(DEVICE), jobs))
@@ -434,11 +434,11 @@ def test_draws_on_it_resume_where_they_stopped(device: torch.device, lists: bool
     if not lists:
         monkeypatch.setattr(pretend._Module, "default_generators", ())
         with pytest.raises(RuntimeError, match=f"device {device}: its random generator can't be found"):
-            OwnDraws(device, 7)
+            IsolatedRng(device, 7)
         functions = {"get_rng_state": own.get_state, "set_rng_state": own.set_state, "manual_seed": own.manual_seed}
         for name, function in functions.items():
             monkeypatch.setattr(pretend._Module, name, staticmethod(function), raising=False)
-    before, draws, expected = own.get_state(), OwnDraws(device, 7), torch.Generator(device).manual_seed(7)
+    before, draws, expected = own.get_state(), IsolatedRng(device, 7), torch.Generator(device).manual_seed(7)
     for _ in range(3):
         with draws:
             drawn = torch.rand(5, device=DEVICE, generator=own)
@@ -570,7 +570,7 @@ assert (torch.backends.cudnn.deterministic, torch.backends.{switch}) == (False, 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_metrics_of_clients_are_told_without_float64(engine: str) -> None:
     clients, policy = {f"c{index}": records(f"c{index}", 8) for index in range(2)}, dp.ClientPolicy(allow_metrics=True)
-    node: dict[str, Any] = {"policy": policy, "device": DEVICE, "engine": engine}
+    node: dict[str, Any] = {"policy": policy, "device": DEVICE, "training_engine": engine}
     client = DPClient(model=linear(), clients=clients, training=Training(learning_rate=0.1), **node)
     terms: dict[str, Any] = {"clip_norm": 0.5, "noise_multiplier": 1.0, "sampling": FullSampling(), "num_clients": 2}
     strategy = DPFedAvg(**terms, delta=1e-3, report_client_metrics=True)

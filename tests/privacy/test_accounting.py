@@ -14,7 +14,7 @@ from dp_accounting.rdp.rdp_privacy_accountant import compute_epsilon
 from scipy import stats
 
 from flower_dp.privacy import accounting, pld, renyi
-from flower_dp.privacy.accounting import affordable, calibrate, epsilon, epsilon_by_round, rdp_epsilon, repeated
+from flower_dp.privacy.accounting import calibrate, epsilon, epsilon_by_round, max_repetitions, rdp_epsilon, repeated
 from flower_dp.privacy.events import Relation, UnsupportedEventError
 from tests.closed_forms import gaussian_epsilon
 
@@ -283,12 +283,12 @@ def test_affordable_is_exact_at_the_boundary() -> None:
     make = partial(Repeat, Poisson(0.1, Gaussian(3.0)))
     for rounds in (1, 13, 30):
         cost = epsilon(make(rounds), delta=1e-4, relation=ADD).epsilon
-        assert affordable(make, epsilon=cost, delta=1e-4, relation=ADD, limit=30) == rounds
-        assert affordable(make, epsilon=math.nextafter(cost, 0), delta=1e-4, relation=ADD, limit=30) == rounds - 1
-    assert affordable(make, epsilon=100.0, delta=1e-4, relation=ADD, limit=30) == 30
-    assert affordable(make, epsilon=1e-9, delta=1e-4, relation=ADD, limit=30) == 0
-    assert affordable(make, epsilon=1.0, delta=1e-4, relation=ADD, limit=0) == 0
-    assert affordable(lambda n: Repeat(Laplace(2.0), n), epsilon=3.0, delta=0, relation=ADD, limit=100) == 6
+        assert max_repetitions(make, epsilon=cost, delta=1e-4, relation=ADD, limit=30) == rounds
+        assert max_repetitions(make, epsilon=math.nextafter(cost, 0), delta=1e-4, relation=ADD, limit=30) == rounds - 1
+    assert max_repetitions(make, epsilon=100.0, delta=1e-4, relation=ADD, limit=30) == 30
+    assert max_repetitions(make, epsilon=1e-9, delta=1e-4, relation=ADD, limit=30) == 0
+    assert max_repetitions(make, epsilon=1.0, delta=1e-4, relation=ADD, limit=0) == 0
+    assert max_repetitions(lambda n: Repeat(Laplace(2.0), n), epsilon=3.0, delta=0, relation=ADD, limit=100) == 6
 
 
 @pytest.mark.slow

@@ -11,10 +11,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from flower_dp.core import dp
+from flower_dp.core import dp_events
 from flower_dp.core.sampling import FixedSizeSampling
 from flower_dp.privacy import device_store, ledger_tables, store
-from flower_dp.privacy.device_store import DeviceLedger, Entry, Numbered
+from flower_dp.privacy.device_store import ClientAccount, DeviceLedger, ReplyNumber
 from flower_dp.privacy.mechanisms import Gaussian, Laplace
 from flower_dp.privacy.private_file import LedgerError
 from tests.charges import device_terms
@@ -39,7 +39,7 @@ def pay(path, asked, **named):
     """Charge one reply each, which the server numbers as the ledger does; an own number for each reply of a killed process."""
     pay.number += 1
     return DeviceLedger(path).charge(
-        asked, {name: Numbered(run=f"process {os.getpid()}", number=pay.number) for name in asked}, **named
+        asked, {name: ReplyNumber(run=f"process {os.getpid()}", number=pay.number) for name in asked}, **named
     )
 
 
@@ -64,7 +64,7 @@ def test_an_account_keeps_its_terms(path):
         assert refused["a"].own.startswith("its account was opened on other terms (3 replies, Laplace")
     assert replies(path) == 1
     # Of a damaged account, in a node's state: this client alone is refused.
-    assert terms().why_not(1, terms().text + "?").public == "its account was opened on other terms"
+    assert terms().refusal_reason(1, terms().text + "?").public == "its account was opened on other terms"
 
 
 SAMPLED = {"mechanism": Gaussian(noise_multiplier=1.1), "sampler": FixedSizeSampling(cohort_size=10), "relation": "replace-one"}
@@ -74,9 +74,9 @@ STEPS = {"mechanism": Gaussian(noise_multiplier=2.0), "num_releases": 4}
 @pytest.mark.parametrize(
     ("keywords", "event"),
     [
-        ({}, dp.LaplaceDpEvent(4.0)),
-        (SAMPLED, dp.SampledWithoutReplacementDpEvent(100, 10, dp.GaussianDpEvent(1.1))),
-        (STEPS, dp.SelfComposedDpEvent(dp.GaussianDpEvent(2.0), 4)),  # a reply of several noised steps: all of them
+        ({}, dp_events.LaplaceDpEvent(4.0)),
+        (SAMPLED, dp_events.SampledWithoutReplacementDpEvent(100, 10, dp_events.GaussianDpEvent(1.1))),
+        (STEPS, dp_events.SelfComposedDpEvent(dp_events.GaussianDpEvent(2.0), 4)),  # a reply of several noised steps: all of them
     ],
 )
 def test_the_file_says_what_was_spent(path, keywords, event):
@@ -110,16 +110,16 @@ def changed(path, change):
 
 FAULTS = {
     "missing": (Path.unlink, "does not exist"),
-    "empty": (lambda path: path.write_bytes(b""), "is no ledger"),
+    "empty": (lambda path: path.write_bytes(b""), "is not a ledger"),
     "cut off": (lambda path: path.write_bytes(path.read_bytes()[:-4096]), "malformed|is damaged"),
     "another digit": (
         lambda path: path.write_bytes(path.read_bytes().replace(b"3 replies", b"4 replies")),
         "is damaged: charge 1",
     ),
     "a reply twice": (lambda path: changed(path, {"number": 1}), "reply 2 of training is missing"),
-    "other terms": (lambda path: changed(path, {"kind": "9 replies"}), "reply 2 of training has other terms"),
+    "other terms": (lambda path: changed(path, {"fingerprint": "9 replies"}), "reply 2 of training has other terms"),
     "an older copy": (lambda path: shutil.copy(path.with_name("old"), path), "is an older copy"),
-    "a server's": (lambda path: (path.unlink(), store.Store.create(path)), "is a server's ledger, and no device's"),
+    "a server's": (lambda path: (path.unlink(), store.Store.create(path)), "is a server's ledger, not a device's"),
     "foreign": (
         lambda path: (path.unlink(), DeviceLedger.create(path, ["b"])),
         "has no account of client 'a'; it is the ledger of b",
@@ -224,7 +224,7 @@ def test_a_copy_put_back_is_noticed_by_who_remembers_and_by_nobody_else(path, tm
     shutil.copy(path, tmp_path / "copy")
     pay(path, {"a": terms()})
     shutil.copy(tmp_path / "copy", path)
-    with pytest.raises(LedgerError, match="has 1 charges of 2: it is an older copy"):
+    with pytest.raises(LedgerError, match="holds 1 of 2 charges: it is an older copy"):
         pay(path, {"a": terms()})
     path.with_name(path.name + ".mark").unlink()
     with pytest.raises(LedgerError, match="counts 1 replies of client 'a': it is an older copy, for there were 2"):
@@ -235,7 +235,7 @@ def test_a_copy_put_back_is_noticed_by_who_remembers_and_by_nobody_else(path, tm
 
 def test_a_ledger_is_created_once_and_for_its_owner_alone(tmp_path):
     path = tmp_path / "ledger.sqlite"
-    assert DeviceLedger.create(path, ["a"]).read() == {"a": Entry()}
+    assert DeviceLedger.create(path, ["a"]).read() == {"a": ClientAccount()}
     assert path.stat().st_mode & 0o777 == 0o600
     pay(path, {"a": terms()})
     assert path.stat().st_mode & 0o777 == 0o600
@@ -245,6 +245,9 @@ def test_a_ledger_is_created_once_and_for_its_owner_alone(tmp_path):
     for names in ([], [""], [" "], ["a", "a"]):
         with pytest.raises(ValueError, match="must be names of clients"):
             DeviceLedger.create(tmp_path / "other.sqlite", names)
+    with pytest.raises(ValueError, match="names='b, evaluation': must not end with ', evaluation'"):
+        DeviceLedger.create(tmp_path / "other.sqlite", ["a", "b, evaluation"])
+    assert not (tmp_path / "other.sqlite").exists()
 
 
 # What others on the machine can do
@@ -277,7 +280,7 @@ def test_an_account_goes_on_with_the_noise_of_its_opening_and_charges_every_repl
         assert str(4.0 * factor) in refused["a"].own
     entry = DeviceLedger(path).read()["a"]
     assert (entry.replies, entry.terms) == (1 + goes_on, opened)
-    assert entry.counts == {dp.LaplaceDpEvent(4.0): 1} | ({dp.LaplaceDpEvent(4.0 * factor): 1} if goes_on else {})
+    assert entry.counts == {dp_events.LaplaceDpEvent(4.0): 1} | ({dp_events.LaplaceDpEvent(4.0 * factor): 1} if goes_on else {})
 
 
 def test_many_small_differences_never_add_up(path):
@@ -291,7 +294,7 @@ def test_many_small_differences_never_add_up(path):
 
 def charged(path, run, number, name="a", num_replies=20):
     """Charge one reply; return why it is refused, if it is."""
-    refused, _ = DeviceLedger(path).charge({name: terms(num_replies)}, {name: Numbered(run=run, number=number)})
+    refused, _ = DeviceLedger(path).charge({name: terms(num_replies)}, {name: ReplyNumber(run=run, number=number)})
     return refused[name] if refused else None
 
 
@@ -323,7 +326,7 @@ def test_who_is_refused_for_its_budget_keeps_no_number_and_is_told_of_a_repeated
 
 def test_a_refused_number_beside_a_charge_is_not_charged(path):
     charged(path, "r", 1)
-    numbered = {name: Numbered(run="r", number=1) for name in "ab"}
+    numbered = {name: ReplyNumber(run="r", number=1) for name in "ab"}
     refused, counts = DeviceLedger(path).charge({name: terms(20) for name in "ab"}, numbered)
     assert (set(refused), counts) == ({"a"}, {"b": 1})
     assert (replies(path, "a"), replies(path, "b")) == (1, 1)
@@ -343,7 +346,7 @@ def test_clients_that_are_charged_alike_share_one_row(path):
     with pytest.raises(KeyError):
         DeviceLedger(path).charge({"a": terms()}, {})
     for number, names in enumerate((("a", "b"), ("a", "b"), ("b",), ("a", "b")), start=1):
-        numbered = {name: Numbered(run="r", number=number) for name in names}
+        numbered = {name: ReplyNumber(run="r", number=number) for name in names}
         DeviceLedger(path).charge({name: terms(9) for name in names}, numbered)
     with store.Store(path, read_only=True) as ledger:
         rows = [(charge.number, "".join(charge.owners)) for _, charge in ledger.each]

@@ -170,7 +170,7 @@ def test_a_sampled_laplace_release_ends_at_its_pure_epsilon() -> None:
 @pytest.mark.parametrize(("multiplier", "sample", "fits"), [(2.0, 100, True), (4.0, 100, False), (2.0, 80, False)])
 @pytest.mark.parametrize("adaptive", [False, True])
 def test_no_run_loses_more_by_monte_carlo(multiplier: float, sample: int, fits: bool, adaptive: bool) -> None:
-    """The neighbours of `worst_pair`, at noise 2 C and a tenth of the clients; half of the sensitivity or a smaller sample is refuted.
+    """The neighbors of `worst_pair`, at noise 2 C and a tenth of the clients; half of the sensitivity or a smaller sample is refuted.
 
     If adaptive, the contributions depend on what was released: the others send C instead of -C, which turns the pair around, where
     the loss so far is below its mean.

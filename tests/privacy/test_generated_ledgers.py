@@ -13,9 +13,9 @@ from dp_accounting.rdp.rdp_privacy_accountant import compute_epsilon
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flower_dp.privacy.budget import JointBudget
-from flower_dp.privacy.charges import EVERY_CLIENT, Scope
-from flower_dp.privacy.device_store import DeviceLedger, Numbered
+from flower_dp.privacy.budget import LedgerBudget
+from flower_dp.privacy.charges import ALL_CLIENTS, CostScope
+from flower_dp.privacy.device_store import DeviceLedger, ReplyNumber
 from flower_dp.privacy.mechanisms import Gaussian
 from flower_dp.privacy.private_file import BudgetSpentError, LedgerError
 from flower_dp.privacy.renyi_filter import order_for
@@ -49,7 +49,7 @@ def by_hand(events, budget, relation):
 steps = st.lists(
     st.tuples(
         st.sampled_from([0.9, 1.3, 2.0]),
-        st.sampled_from([("a",), ("b", "c"), (EVERY_CLIENT,), ("a", "b", "c"), ("c",)]),
+        st.sampled_from([("a",), ("b", "c"), (ALL_CLIENTS,), ("a", "b", "c"), ("c",)]),
         st.booleans(),  # a Laplace release, where the budget can add it up
         st.sampled_from(["go on", "go on", "go on", "open again", "another run"]),
     ),
@@ -61,7 +61,7 @@ steps = st.lists(
 @quickly(15)
 @given(steps, st.booleans(), st.sampled_from([ADD, REPLACE]), st.sampled_from([2.0, 8.0]), st.sampled_from([1e-3, 1e-6]))
 def test_a_budget_of_all_runs_ends_where_the_sum_by_hand_does(history, adaptive, relation, epsilon, delta):
-    budget = JointBudget(epsilon=epsilon, delta=delta, fully_adaptive=adaptive)
+    budget = LedgerBudget(epsilon=epsilon, delta=delta, fully_adaptive=adaptive)
     spent = {name: [] for name in NAMES}
     numbers, charged = Counter(), []
     # Of zero-concentrated privacy: of these about six fit.
@@ -81,7 +81,7 @@ def test_a_budget_of_all_runs_ends_where_the_sum_by_hand_does(history, adaptive,
                 run = ledger.begin(method="m", delta=delta) if how == "another run" else run
             size = multiplier * usual
             event = LaplaceDpEvent(size) if laplace and adaptive else GaussianDpEvent(size)
-            named = NAMES if owners == (EVERY_CLIENT,) else owners
+            named = NAMES if owners == (ALL_CLIENTS,) else owners
             after = [by_hand([*spent[name], event], ledger.budget, relation) for name in named]
             number = numbers[run] + 1
             try:
@@ -97,9 +97,9 @@ def test_a_budget_of_all_runs_ends_where_the_sum_by_hand_does(history, adaptive,
                 spent[name].append(event)
         assert charged
         assert refused
-        scope = Scope(unit="client", relation=relation)
+        scope = CostScope(unit="client", relation=relation)
         if not adaptive:
-            cost = ledger.all.worst(scope, delta).epsilon
+            cost = ledger.all.cost_of_most_charged(scope, delta).epsilon
             assert cost == pytest.approx(max(by_hand(one, budget, relation) for one in spent.values()), rel=1e-6)
         found = [(one, each.server_round, each.owners, each.events[0]) for one in ledger.runs for each in ledger.read(one)]
         assert Counter(found) == Counter(charged)
@@ -107,7 +107,7 @@ def test_a_budget_of_all_runs_ends_where_the_sum_by_hand_does(history, adaptive,
             one: {"r": numbers[one]} if numbers[one] else {} for one in ledger.runs
         }
         for name in NAMES:
-            own = Counter(each for _, _, owners, each in charged if owners == (EVERY_CLIENT,) or name in owners)
+            own = Counter(each for _, _, owners, each in charged if owners == (ALL_CLIENTS,) or name in owners)
             assert ledger.all.history(scope, name).counts == own
         ledger.close()
 
@@ -125,7 +125,7 @@ def filled(path, budget=None, *, charges=0):
 
 
 def budgets():
-    return st.sampled_from([None, JointBudget(epsilon=50.0, delta=1e-3), JointBudget(epsilon=60.0, delta=1e-3)])
+    return st.sampled_from([None, LedgerBudget(epsilon=50.0, delta=1e-3), LedgerBudget(epsilon=60.0, delta=1e-3)])
 
 
 @quickly(15)
@@ -169,7 +169,7 @@ def test_a_devices_ledger_counts_every_client_alone(history, most):
             due = {name: device_terms(most[name], Gaussian(noise_multiplier=3.0 * factor)) for name in sorted(names)}
             noise = {name: opened.get(name, 3.0 * factor) for name in due}
             fits = {name for name in due if count[name] < most[name] and noise[name] <= 3.0 * factor <= noise[name] * 1.001}
-            numbered = {name: Numbered(run="r", number=number) for name in due}
+            numbered = {name: ReplyNumber(run="r", number=number) for name in due}
             refused, counts = DeviceLedger(path).charge(due, numbered, at_least=dict(count))
             assert (set(counts), set(refused)) == (fits, set(due) - fits)
             for name in fits:
@@ -182,7 +182,7 @@ def test_a_devices_ledger_counts_every_client_alone(history, most):
             with pytest.raises(LedgerError, match="older copy"):
                 DeviceLedger(path).charge(
                     {"a": device_terms(9, Gaussian(noise_multiplier=3.0))},
-                    {"a": Numbered(run="s", number=1)},
+                    {"a": ReplyNumber(run="s", number=1)},
                     at_least={"a": count["a"] + 1},
                 )
         found, text = DeviceLedger(path).read(), path.read_bytes()

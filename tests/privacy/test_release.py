@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from flower_dp.core import dp
+from flower_dp.core import dp_events
 from flower_dp.core.sampling import FixedSizeSampling, FullSampling, PoissonSampling, RoundRobinSampling
 from flower_dp.privacy import accounting
 from flower_dp.privacy.mechanisms import Gaussian, Laplace
@@ -15,14 +15,14 @@ from flower_dp.privacy.release import Release
 from tests.closed_forms import gaussian_epsilon
 
 RELEASE = Release(
-    what="sums",
-    seen_by="everyone",
+    description="sums",
+    visible_to="everyone",
     unit="client",
     relation="add-or-remove-one",
     clip_norm=0.3,
     mechanism=Gaussian(noise_multiplier=1.5),
     sampler=PoissonSampling(sampling_rate=0.1),
-    num_clients=50,
+    num_units=50,
 )
 
 
@@ -32,9 +32,9 @@ def _release(**changes: Any) -> Release:
 
 def test_noise_and_event_are_derived_from_one_multiplier() -> None:
     assert RELEASE.noise_scale == pytest.approx(0.45, rel=1e-15)
-    assert RELEASE.event(1) == dp.PoissonSampledDpEvent(0.1, dp.GaussianDpEvent(1.5))
-    assert RELEASE.expected_cohort == 5
-    assert RELEASE.events(4) == dp.ComposedDpEvent([RELEASE.event(1)] * 4)
+    assert RELEASE.event(1) == dp_events.PoissonSampledDpEvent(0.1, dp_events.GaussianDpEvent(1.5))
+    assert RELEASE.expected_cohort_size == 5
+    assert RELEASE.events(4) == dp_events.ComposedDpEvent([RELEASE.event(1)] * 4)
     with pytest.raises((AttributeError, TypeError)):
         RELEASE.clip_norm = 1.0  # type: ignore[misc]
 
@@ -58,8 +58,8 @@ def test_a_replacement_moves_the_sum_twice_as_far() -> None:
 
 def test_fixed_size_is_accounted_under_replace_one() -> None:
     release = _release(sampler=FixedSizeSampling(cohort_size=5), relation="replace-one")
-    assert release.event(1) == dp.SampledWithoutReplacementDpEvent(50, 5, dp.GaussianDpEvent(1.5))
-    assert release.expected_cohort == 5
+    assert release.event(1) == dp_events.SampledWithoutReplacementDpEvent(50, 5, dp_events.GaussianDpEvent(1.5))
+    assert release.expected_cohort_size == 5
 
 
 def test_round_robin_charges_the_client_that_took_part_most_often() -> None:
@@ -67,15 +67,15 @@ def test_round_robin_charges_the_client_that_took_part_most_often() -> None:
     events = [release.event(number) for number in range(1, 8)]
     # After 1, 2, ... rounds of 20 of 50 clients: ceil(0.4), ceil(0.8), ceil(1.2), ceil(1.6), 2, ceil(2.4), ceil(2.8).
     most = [1, 1, 2, 2, 2, 3, 3]
-    assert [isinstance(event, dp.NoOpDpEvent) for event in events] == [False, True, False, True, True, False, True]
-    assert [sum(event == dp.GaussianDpEvent(1.5) for event in events[:n]) for n in range(1, 8)] == most
+    assert [isinstance(event, dp_events.NoOpDpEvent) for event in events] == [False, True, False, True, True, False, True]
+    assert [sum(event == dp_events.GaussianDpEvent(1.5) for event in events[:n]) for n in range(1, 8)] == most
 
 
 @pytest.mark.parametrize(
     ("changes", "arguments"),
     [
         *(({"clip_norm": value}, f"clip_norm={value}: must be a finite number > 0") for value in (0, -1.0, math.nan, math.inf)),
-        *(({"num_clients": value}, f"num_clients={value}: must be a whole number >= 1") for value in (0, 2.5)),
+        *(({"num_units": value}, f"num_units={value}: must be a whole number >= 1") for value in (0, 2.5)),
         ({"relation": "add"}, "relation='add': must be one of add-or-remove-one, replace-one"),
         ({"sampler": FixedSizeSampling(cohort_size=5)}, "no accountant bounds it under relation='add-or-remove-one'"),
         ({"sampler": FixedSizeSampling(cohort_size=51), "relation": "replace-one"}, "cohort_size=51: .* <= 50"),
@@ -109,14 +109,14 @@ def test_what_is_known_to_be_bounded_without_an_accountant_is_bounded_by_one(mul
 class _Twice(PoissonSampling):
     """A user's sampler, with an event that no accountant knows."""
 
-    def event(self, release: dp.DpEvent, server_round: int, num_clients: int) -> dp.DpEvent:
-        return dp.SampledWithReplacementDpEvent(num_clients, 5, release)
+    def event(self, release: dp_events.DpEvent, server_round: int, num_clients: int) -> dp_events.DpEvent:
+        return dp_events.SampledWithReplacementDpEvent(num_clients, 5, release)
 
 
 class _Unchecked(RoundRobinSampling):
     """A user's sampler, whose event asks for no number of clients."""
 
-    def event(self, release: dp.DpEvent, server_round: int, num_clients: int) -> dp.DpEvent:
+    def event(self, release: dp_events.DpEvent, server_round: int, num_clients: int) -> dp_events.DpEvent:
         return release
 
 
@@ -128,8 +128,8 @@ def test_a_users_sampler_too_is_asked_whether_its_cohort_fits() -> None:
 class _TwiceGaussian(Gaussian):
     """A user's mechanism, with an event that no accountant knows."""
 
-    def event(self) -> dp.DpEvent:
-        return dp.SampledWithReplacementDpEvent(50, 5, dp.GaussianDpEvent(self.noise_multiplier))
+    def event(self) -> dp_events.DpEvent:
+        return dp_events.SampledWithReplacementDpEvent(50, 5, dp_events.GaussianDpEvent(self.noise_multiplier))
 
 
 @pytest.mark.parametrize("changes", [{"sampler": _Twice(sampling_rate=0.1)}, {"mechanism": _TwiceGaussian(noise_multiplier=1.0)}])

@@ -10,7 +10,7 @@ from dp_accounting.rdp.rdp_privacy_accountant import compute_epsilon
 from scipy import integrate
 
 from flower_dp.privacy import accounting, renyi, renyi_filter
-from flower_dp.privacy.budget import JointBudget
+from flower_dp.privacy.budget import LedgerBudget
 from flower_dp.privacy.events import UnsupportedEventError
 from flower_dp.privacy.private_file import BudgetSpentError
 from flower_dp.privacy.store import Store
@@ -18,7 +18,7 @@ from tests.charges import one_charge
 
 Gaussian, Laplace, Poisson = dp.GaussianDpEvent, dp.LaplaceDpEvent, dp.PoissonSampledDpEvent
 ADD, REPLACE = "add-or-remove-one", "replace-one"
-BUDGET = partial(JointBudget, delta=1e-5, fully_adaptive=True)
+BUDGET = partial(LedgerBudget, delta=1e-5, fully_adaptive=True)
 
 
 @pytest.fixture
@@ -83,7 +83,7 @@ def test_a_releases_divergence_is_never_below_that_of_its_worst_pair(event, rela
 @pytest.mark.parametrize("relation", [ADD, REPLACE])
 @pytest.mark.parametrize("release", [Laplace(3e16), Laplace(1e17), Gaussian(1e50)])
 def test_a_release_that_costs_next_to_nothing_costs_something(release, relation):
-    budget = JointBudget(epsilon=1.0, delta=1e-5, fully_adaptive=True)
+    budget = LedgerBudget(epsilon=1.0, delta=1e-5, fully_adaptive=True)
     assert renyi_filter.divergence(release, budget.renyi_order, relation) > 0
     assert affordable(release, budget, relation) > 10**9
 
@@ -169,9 +169,9 @@ def test_the_order_is_the_one_at_which_most_gaussian_releases_fit(epsilon):
 @pytest.mark.parametrize(
     ("words", "why"),
     [
-        ({"epsilon": 8.0, "delta": 0.0}, "delta=0: a fully adaptive budget needs a delta above 0"),
+        ({"epsilon": 8.0, "delta": 0.0}, "delta=0: must be > 0 for a fully adaptive budget"),
         ({"epsilon": 8.0, "renyi_order": 1.0}, "renyi_order=1.0"),
-        ({"epsilon": 8.0, "renyi_order": 4.0, "fully_adaptive": False}, "is of a fully adaptive budget alone"),
+        ({"epsilon": 8.0, "renyi_order": 4.0, "fully_adaptive": False}, "must be None unless fully_adaptive=True"),
         ({"epsilon": 8.0, "fully_adaptive": "yes"}, "fully_adaptive='yes'"),
         ({"epsilon": 1e-9}, "is too small for a fully adaptive budget at delta=1e-05"),
     ],

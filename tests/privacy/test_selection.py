@@ -12,7 +12,7 @@ from scipy import optimize, stats
 
 from flower_dp.privacy import renyi, selection
 from flower_dp.privacy.events import Relation, UnsupportedEventError
-from flower_dp.privacy.selection import NumberOfRuns, Poisson, TruncatedNegativeBinomial
+from flower_dp.privacy.selection import NegativeBinomialRunCount, PoissonRunCount, RunCountLaw
 
 ADD: Relation = "add-or-remove-one"
 REPLACE: Relation = "replace-one"
@@ -20,11 +20,11 @@ Gaussian, Laplace = dp.GaussianDpEvent, dp.LaplaceDpEvent
 
 # Laws of K, each with its probability generating function by Definition 1 of Papernot & Steinke (2022); gamma by hand.
 GAMMA = 0.02
-LOGARITHMIC = TruncatedNegativeBinomial(mean=(1 / GAMMA - 1) / math.log(1 / GAMMA), shape=0)
-GEOMETRIC = TruncatedNegativeBinomial(mean=1 / GAMMA, shape=1)
-STEEP = TruncatedNegativeBinomial(mean=3 * (1 / GAMMA - 1) / (1 - GAMMA**3), shape=3)
-POISSON = Poisson(mean=8)
-LAWS: list[tuple[NumberOfRuns, Callable[[np.ndarray], np.ndarray]]] = [
+LOGARITHMIC = NegativeBinomialRunCount(mean=(1 / GAMMA - 1) / math.log(1 / GAMMA), shape=0)
+GEOMETRIC = NegativeBinomialRunCount(mean=1 / GAMMA, shape=1)
+STEEP = NegativeBinomialRunCount(mean=3 * (1 / GAMMA - 1) / (1 - GAMMA**3), shape=3)
+POISSON = PoissonRunCount(mean=8)
+LAWS: list[tuple[RunCountLaw, Callable[[np.ndarray], np.ndarray]]] = [
     (LOGARITHMIC, lambda x: np.log1p(-(1 - GAMMA) * x) / math.log(GAMMA)),
     (GEOMETRIC, lambda x: GAMMA * x / (1 - (1 - GAMMA) * x)),
     (STEEP, lambda x: ((1 - (1 - GAMMA) * x) ** -3.0 - 1) / (GAMMA**-3.0 - 1)),
@@ -90,7 +90,7 @@ def test_the_exact_cost_of_the_best_of_k_is_within_the_bound(event, law, number,
 @pytest.mark.parametrize("mean", [1, 2, 10, 1000])
 def test_pure_epsilon_grows_by_two_plus_shape_where_there_are_many_runs(shape, mean):
     # Corollary 3 of Papernot & Steinke; few runs cost less.
-    number = TruncatedNegativeBinomial(mean=mean, shape=shape)
+    number = NegativeBinomialRunCount(mean=mean, shape=shape)
     for relation, one_run in ((ADD, 0.25), (REPLACE, 0.5)):
         cost = selection.epsilon([Laplace(4.0)], number, delta=0.0, relation=relation)
         assert one_run <= cost.epsilon <= (2 + shape) * one_run * (1 + 1e-6)
@@ -114,10 +114,12 @@ def test_poisson_by_theorem_6(multiplier, mean, delta, golden):
     curve = grid / (2 * multiplier**2) + mean * deltas + math.log(mean) / (grid - 1)
     exact = np.min(curve + np.log1p(-1 / grid) - (math.log(delta) + np.log(grid)) / (grid - 1))
     assert golden is None or exact == pytest.approx(golden, abs=1e-3)
-    found = selection.rdp_epsilon([Gaussian(multiplier)], Poisson(mean=mean), delta=delta, relation=ADD)
+    found = selection.rdp_epsilon([Gaussian(multiplier)], PoissonRunCount(mean=mean), delta=delta, relation=ADD)
     assert found is not None
     assert exact <= found <= 1.02 * exact
-    assert selection.epsilon([Gaussian(multiplier)], Poisson(mean=mean), delta=delta, relation=ADD).epsilon <= found * (1 + 1e-8)
+    assert selection.epsilon([Gaussian(multiplier)], PoissonRunCount(mean=mean), delta=delta, relation=ADD).epsilon <= found * (
+        1 + 1e-8
+    )
 
 
 @pytest.mark.parametrize("number", [LOGARITHMIC, GEOMETRIC, STEEP], ids=IDS[:3])
@@ -134,7 +136,7 @@ def test_the_bound_from_the_profile_of_one_run(number):
     delta, grid = 1e-6, np.linspace(0, 6, 60_001)
     deltas = gaussian_delta(1.0, grid)
     alone = float(optimize.brentq(lambda e: gaussian_delta(1.0, np.asarray(e)) - delta / number.mean, 0.0, 40.0))
-    if isinstance(number, Poisson):
+    if isinstance(number, PoissonRunCount):
         added = np.min(8 * (np.expm1(grid) + deltas))
     else:
         added = np.min((1 + number.shape) * np.log(np.exp(grid) + (1 - GAMMA) / GAMMA * deltas))
@@ -175,15 +177,15 @@ def test_what_nothing_bounds_and_nonsense_is_refused() -> None:
     for event, delta in ((fixed_size, 1e-5), (Gaussian(2.0), 0.0), (dp.RandomizedResponseDpEvent(0.3, 3), 1e-5)):
         with pytest.raises(UnsupportedEventError):
             selection.epsilon([event], GEOMETRIC, delta=delta, relation=ADD)
-    with pytest.raises(ValueError, match="no candidate"):
+    with pytest.raises(ValueError, match="must have at least one candidate"):
         selection.epsilon([], GEOMETRIC, delta=1e-5, relation=ADD)
     for mean in (0.5, math.nan, math.inf, 20_000):
-        for law in (TruncatedNegativeBinomial, Poisson):
+        for law in (NegativeBinomialRunCount, PoissonRunCount):
             with pytest.raises(ValueError, match="mean="):
                 law(mean=mean)
     for shape in (-0.5, math.nan, 1000.0):
         with pytest.raises(ValueError, match="shape="):
-            TruncatedNegativeBinomial(mean=2, shape=shape)
+            NegativeBinomialRunCount(mean=2, shape=shape)
 
 
 # K
@@ -192,7 +194,7 @@ def test_what_nothing_bounds_and_nonsense_is_refused() -> None:
 @pytest.mark.parametrize("shape", [0.0, 0.3, 1.0, 5.0, 100.0])
 @pytest.mark.parametrize("mean", [1.0, 1.0001, 2.0, 10.0, 10_000.0])
 def test_gamma_gives_the_mean(mean, shape):
-    gamma = TruncatedNegativeBinomial(mean=mean, shape=shape).gamma
+    gamma = NegativeBinomialRunCount(mean=mean, shape=shape).gamma
     if gamma == 1:
         assert mean == 1
     else:

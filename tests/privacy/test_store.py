@@ -14,10 +14,10 @@ from pathlib import Path
 
 import pytest
 
-from flower_dp.core import dp
+from flower_dp.core import dp_events
 from flower_dp.privacy import accounting, ledger_tables, store
-from flower_dp.privacy.budget import JointBudget, Remaining
-from flower_dp.privacy.charges import EVERY_CLIENT, Charge, Charges, Scope
+from flower_dp.privacy.budget import LedgerBudget, Remaining
+from flower_dp.privacy.charges import ALL_CLIENTS, Charge, Charges, CostScope
 from flower_dp.privacy.private_file import BudgetSpentError, LedgerError
 from flower_dp.privacy.store import Store
 from tests.charges import charge_each, one_charge
@@ -25,14 +25,14 @@ from tests.closed_forms import gaussian_epsilon
 from tests.crash.points import Points
 
 FORK = multiprocessing.get_context("fork")
-GAUSSIAN = dp.GaussianDpEvent(2.0)
+GAUSSIAN = dp_events.GaussianDpEvent(2.0)
 ADD, REPLACE = "add-or-remove-one", "replace-one"
-CLIENTS, RECORDS = Scope(unit="client", relation=ADD), Scope(unit="record", relation=REPLACE)
+CLIENTS, RECORDS = CostScope(unit="client", relation=ADD), CostScope(unit="record", relation=REPLACE)
 DELTA = 1e-5
 
 
-def charge(number=1, owners=(EVERY_CLIENT,), event=GAUSSIAN, **changes):
-    return one_charge(number, event, owners, **{"release": "dp-fedavg", "kind": "z = 2"} | changes)
+def charge(number=1, owners=(ALL_CLIENTS,), event=GAUSSIAN, **changes):
+    return one_charge(number, event, owners, **{"release": "dp-fedavg", "fingerprint": "z = 2"} | changes)
 
 
 def local(number=1, owners=("a", "b"), event=GAUSSIAN, **changes):
@@ -47,7 +47,7 @@ def gaussian(*multipliers, relation=ADD):
 def created(folder, epsilon=None):
     """Make a ledger with a budget, or without."""
     folder.chmod(0o700)
-    Store.create(folder / "ledger.sqlite", None if epsilon is None else JointBudget(epsilon=epsilon, delta=DELTA))
+    Store.create(folder / "ledger.sqlite", None if epsilon is None else LedgerBudget(epsilon=epsilon, delta=DELTA))
     return folder / "ledger.sqlite"
 
 
@@ -114,17 +114,17 @@ def in_child(function, *arguments):
 def test_charges_are_read_back_as_they_were_written(path):
     events = (
         GAUSSIAN,
-        dp.LaplaceDpEvent(0.1 + 0.2),
-        dp.NoOpDpEvent(),
-        dp.PoissonSampledDpEvent(1 / 3, dp.GaussianDpEvent(1e-7)),
-        dp.SampledWithoutReplacementDpEvent(9, 3, GAUSSIAN),
-        dp.SelfComposedDpEvent(dp.PoissonSampledDpEvent(0.1, GAUSSIAN), 4),
-        dp.ComposedDpEvent([GAUSSIAN, dp.SelfComposedDpEvent(dp.LaplaceDpEvent(2.0), 2)]),
+        dp_events.LaplaceDpEvent(0.1 + 0.2),
+        dp_events.NoOpDpEvent(),
+        dp_events.PoissonSampledDpEvent(1 / 3, dp_events.GaussianDpEvent(1e-7)),
+        dp_events.SampledWithoutReplacementDpEvent(9, 3, GAUSSIAN),
+        dp_events.SelfComposedDpEvent(dp_events.PoissonSampledDpEvent(0.1, GAUSSIAN), 4),
+        dp_events.ComposedDpEvent([GAUSSIAN, dp_events.SelfComposedDpEvent(dp_events.LaplaceDpEvent(2.0), 2)]),
     )
     names = tuple(f"client {number} «ü» \n\"'" for number in range(len(events)))
-    words = {"release": "dp-pasgd", "number": 1, "scope": RECORDS, "kind": "Ω" * 900, "server_round": 7}
+    words = {"release": "dp-pasgd", "number": 1, "scope": RECORDS, "fingerprint": "Ω" * 900, "server_round": 7}
     first = charge_each(dict(zip(names, events, strict=True)), **words)
-    seen = {"outsiders": (dp.GaussianDpEvent(9.0),) * 7}
+    seen = {"outsiders": (dp_events.GaussianDpEvent(9.0),) * 7}
     made = (
         first,
         replace(first, number=2, server_round=8, owners=names[::-1], views=seen),
@@ -140,7 +140,7 @@ def test_charges_are_read_back_as_they_were_written(path):
         assert ledger.read(run) == (*made, replace(first, number=4), replace(first, number=5))
         assert [(one.method, one.delta, one.private) for one in ledger.runs.values()] == [("m", 0.0, True)]
         outside = ledger.charges[run].history(replace(RECORDS, view="outsiders"), names[0])
-        assert outside.counts == {dp.GaussianDpEvent(9.0): 1}
+        assert outside.counts == {dp_events.GaussianDpEvent(9.0): 1}
 
 
 def test_a_ledger_that_knows_less_than_the_run_is_an_older_copy(path):
@@ -156,7 +156,7 @@ def test_a_ledger_that_knows_less_than_the_run_is_an_older_copy(path):
 
 
 def test_charges_of_a_release_follow_each_other_and_are_of_one_kind(path):
-    others = {"kind": "z = 4"}, {"scope": replace(CLIENTS, relation=REPLACE)}, {"scope": replace(CLIENTS, unit="record")}
+    others = {"fingerprint": "z = 4"}, {"scope": replace(CLIENTS, relation=REPLACE)}, {"scope": replace(CLIENTS, unit="record")}
     wrong = [
         *((charge(number), f"has 1 charges of dp-fedavg in this run: number {number} is not the next") for number in (1, 3)),
         *((charge(2, **one), "has charges of dp-fedavg in this run for something else: z = 2") for one in others),
@@ -170,7 +170,7 @@ def test_charges_of_a_release_follow_each_other_and_are_of_one_kind(path):
                 ledger.append(run, one)
         with pytest.raises(LedgerError, match="has no run nobody"):
             ledger.append("nobody", charge(2))
-        ledger.append(other, charge(1, kind="z = 4"))
+        ledger.append(other, charge(1, fingerprint="z = 4"))
         ledger.append(run, charge(2))
     assert lengths(path) == [2, 1]
 
@@ -179,11 +179,11 @@ def test_of_several_charges_all_are_written_or_none(path):
     with Store(path) as ledger:
         run = begun(ledger)
         ledger.append(run, charge(1), charge(2))
-        for wrong in (charge(5), charge(4, kind="another")):
+        for wrong in (charge(5), charge(4, fingerprint="another")):
             with pytest.raises(LedgerError):
                 ledger.append(run, charge(3, ("a",)), wrong)
         ledger.append(run, charge(3), local(1, ("a", "b")))
-        assert ledger.all.owners(CLIENTS) == [EVERY_CLIENT]
+        assert ledger.all.owners(CLIENTS) == [ALL_CLIENTS]
     assert lengths(path) == [4]
 
 
@@ -227,25 +227,27 @@ def test_what_all_runs_have_cost_every_owner_is_the_composition_of_its_events(pa
     with Store(path) as ledger:
         for multiplier in (2.0, 3.0):
             run = begun(ledger)
-            ledger.append(run, local(1, ("a", "b"), dp.GaussianDpEvent(multiplier)))
-            ledger.append(run, local(2, ("b", "c"), dp.GaussianDpEvent(multiplier)))
-        ledger.append(begun(ledger), charge(event=dp.GaussianDpEvent(5.0)))
+            ledger.append(run, local(1, ("a", "b"), dp_events.GaussianDpEvent(multiplier)))
+            ledger.append(run, local(2, ("b", "c"), dp_events.GaussianDpEvent(multiplier)))
+        ledger.append(begun(ledger), charge(event=dp_events.GaussianDpEvent(5.0)))
     with Store(path) as ledger:
         for name, multipliers in {"a": (2, 3), "b": (2, 2, 3, 3), "c": (2, 3)}.items():
             found = ledger.all.history(RECORDS, name).cost(DELTA).epsilon
             assert found == pytest.approx(gaussian(*multipliers, relation=REPLACE), rel=1e-6)
-        assert ledger.all.worst(RECORDS, DELTA).epsilon == pytest.approx(gaussian(2, 2, 3, 3, relation=REPLACE), rel=1e-6)
-        assert ledger.all.worst(CLIENTS, DELTA).epsilon == pytest.approx(gaussian(5), rel=1e-6)
+        assert ledger.all.cost_of_most_charged(RECORDS, DELTA).epsilon == pytest.approx(
+            gaussian(2, 2, 3, 3, relation=REPLACE), rel=1e-6
+        )
+        assert ledger.all.cost_of_most_charged(CLIENTS, DELTA).epsilon == pytest.approx(gaussian(5), rel=1e-6)
         assert {scope: len(ledger.all.runs(scope)) for scope in ledger.all.scopes} == {RECORDS: 2, CLIENTS: 1}
-        assert [ledger.all.owners(scope) for scope in (RECORDS, CLIENTS)] == [["a", "b", "c"], [EVERY_CLIENT]]
+        assert [ledger.all.owners(scope) for scope in (RECORDS, CLIENTS)] == [["a", "b", "c"], [ALL_CLIENTS]]
 
 
 def test_noise_from_a_fixed_seed_protects_nobody(path):
     with Store(path) as ledger:
         ledger.append(begun(ledger, private=False), charge())
-        assert ledger.all.worst(CLIENTS, DELTA).epsilon == math.inf
+        assert ledger.all.cost_of_most_charged(CLIENTS, DELTA).epsilon == math.inf
     with Store(path) as ledger:
-        assert ledger.all.history(CLIENTS).counts == {dp.NonPrivateDpEvent(): 1}
+        assert ledger.all.history(CLIENTS).counts == {dp_events.NonPrivateDpEvent(): 1}
 
 
 # A budget
@@ -254,7 +256,7 @@ def test_noise_from_a_fixed_seed_protects_nobody(path):
 def test_what_a_budget_does_not_cover_is_not_written(tmp_path):
     """Where a budget ends, for each client and over all runs: tests/privacy/test_generated_ledgers.py."""
     path = created(tmp_path, gaussian(2, 2) * (1 + 1e-6))
-    said = "^it would pass the ledger's budget, epsilon [0-9.]+ at delta 1e-05 for all runs together"
+    said = "^it would exceed the ledger's budget, epsilon [0-9.]+ at delta 1e-05 for all runs together"
     for _ in range(2):
         with Store(path) as ledger:
             ledger.append(begun(ledger), charge())
@@ -262,19 +264,21 @@ def test_what_a_budget_does_not_cover_is_not_written(tmp_path):
         run = begun(ledger)
         for _ in range(2):
             with pytest.raises(BudgetSpentError, match=said):
-                ledger.append(run, charge(event=dp.GaussianDpEvent(30.0)))
-        ledger.append(run, charge(event=dp.NoOpDpEvent()))  # what costs less may still be covered
+                ledger.append(run, charge(event=dp_events.GaussianDpEvent(30.0)))
+        ledger.append(run, charge(event=dp_events.NoOpDpEvent()))  # what costs less may still be covered
     assert lengths(path) == [1, 1, 1]
 
 
 def test_a_budget_covers_one_kind_of_charges_and_no_noise_from_a_seed(tmp_path):
     with Store(created(tmp_path, 1e6)) as ledger:
-        with pytest.raises(BudgetSpentError, match="noise from a fixed seed is within no budget"):
+        with pytest.raises(
+            BudgetSpentError, match="noise from a fixed seed protects nobody: it would exceed the ledger's budget"
+        ):
             ledger.append(begun(ledger, private=False), charge())
-        with pytest.raises(BudgetSpentError, match="would pass"):
-            ledger.append(begun(ledger), local(event=dp.NonPrivateDpEvent()))
+        with pytest.raises(BudgetSpentError, match="would exceed"):
+            ledger.append(begun(ledger), local(event=dp_events.NonPrivateDpEvent()))
         ledger.append(begun(ledger), charge())
-        why = r"charges for each record \(replace-one\) don't add up with those for each client"
+        why = r"charges for each record \(replace-one\) can't be composed with those for each client"
         with pytest.raises(BudgetSpentError, match=why):
             ledger.append(begun(ledger), local())
 
@@ -373,21 +377,21 @@ def test_other_files_are_no_ledger(tmp_path):
         if mode:
             by_hand(other, f"PRAGMA journal_mode = {mode}", "CREATE TABLE charges (id INTEGER PRIMARY KEY)")
         before = other.read_bytes()
-        refused(other, "is no ledger: it is another program's database, or an empty file")
+        refused(other, "is not a ledger: it is another program's database, or an empty file")
         assert other.read_bytes() == before
     (tmp_path / "text").touch(0o600)
     (tmp_path / "text").write_text("flower" * 1000)
     refused(tmp_path / "text", "file is not a database")
     os.mkfifo(tmp_path / "pipe", 0o600)
     for other in (tmp_path / "pipe", tmp_path):
-        refused(other, "is no regular file")
+        refused(other, "is not a regular file")
 
 
 def test_another_format_or_a_ledger_without_its_triggers_is_refused(path):
     by_hand(path, "DROP TRIGGER charges_delete")
     refused(path, "is damaged: its tables are not those of a ledger")
-    by_hand(path, "PRAGMA user_version = 4")
-    refused(path, "has format 4; this release of flower-dp reads format 3")
+    by_hand(path, "PRAGMA user_version = 5")
+    refused(path, "has format 5; this release of flower-dp reads format 4")
 
 
 def test_a_ledger_is_created_once(path, tmp_path):
@@ -476,7 +480,7 @@ def test_a_value_that_has_changed_is_noticed(path, what):
     refused(path, "is damaged")
 
 
-@pytest.mark.parametrize(("which", "why"), [(24, "has 23 charges of 24: it is an older copy"), (5, "charge 5 is missing")])
+@pytest.mark.parametrize(("which", "why"), [(24, "holds 23 of 24 charges: it is an older copy"), (5, "charge 5 is missing")])
 def test_a_charge_that_was_removed_is_noticed(path, which, why):
     filled(path)
     changed(path, "charges", f"DELETE FROM charges WHERE id = {which}")  # noqa: S608
@@ -485,7 +489,7 @@ def test_a_charge_that_was_removed_is_noticed(path, which, why):
 
 @pytest.mark.parametrize(
     "words",
-    [{"number": 3}, {"number": "x"}, {"unit": "person"}, {"relation": "none"}, {"views": ["a", "b"]}, {"kind": "other"}],
+    [{"number": 3}, {"number": "x"}, {"unit": "person"}, {"relation": "none"}, {"views": ["a", "b"]}, {"fingerprint": "other"}],
 )
 def test_a_charge_that_was_written_by_hand_is_refused(path, words):
     """Anyone can compute digests; what can't be a charge is refused even so, and is no error of another kind."""
@@ -536,7 +540,7 @@ def test_an_older_copy_is_noticed_by_the_lock_file_and_by_what_a_run_knows(path,
     with Store(path) as ledger:
         ledger.append(next(iter(made)), charge(3))
     shutil.copy2(old, path)
-    refused(path, "has 4 charges of 5: it is an older copy")
+    refused(path, "holds 4 of 5 charges: it is an older copy")
     # Without the lock file nothing in the folder knows of more.
     path.with_name(path.name + ".mark").unlink()
     assert content(path) == made
@@ -558,7 +562,7 @@ def test_a_damaged_lock_file_is_no_missing_one(path):
     whole = lock.read_bytes()
     for spoilt in (whole[:-1], b"x" + whole[1:], whole + b"0", whole.upper()):
         lock.write_bytes(spoilt)
-        refused(path, r"its \.mark file is damaged; remove that if you know that the ledger is no older copy")
+        refused(path, r"its \.mark file is damaged; remove that if you know the ledger is not an older copy")
     lock.write_bytes(whole)
     assert content(path) == made
 
@@ -630,13 +634,13 @@ def test_an_interruption_while_names_are_written_leaves_no_charge_of_a_name_that
 
 def test_what_a_budget_affords_under_one_relation_it_does_not_under_another():
     """A charge that was allowed, and then not written, said the same of one that costs twice as much."""
-    left = Remaining(JointBudget(epsilon=1.0, delta=1e-5))
+    left = Remaining(LedgerBudget(epsilon=1.0, delta=1e-5))
     allowed = {}
     for relation in ("add-or-remove-one", "replace-one"):
-        scope = Scope(unit="client", relation=relation)
-        words = {"release": "r", "number": 1, "server_round": 1, "kind": "k", "scope": scope, "owners": (EVERY_CLIENT,)}
-        one = Charge(**words, events=(dp.GaussianDpEvent(5.0),))
-        cost = accounting.epsilon(dp.GaussianDpEvent(5.0), delta=1e-5, relation=relation).epsilon
-        allowed[relation] = left.why_not(Charges(), one, private=True) is None
+        scope = CostScope(unit="client", relation=relation)
+        words = {"release": "r", "number": 1, "server_round": 1, "fingerprint": "k", "scope": scope, "owners": (ALL_CLIENTS,)}
+        one = Charge(**words, events=(dp_events.GaussianDpEvent(5.0),))
+        cost = accounting.epsilon(dp_events.GaussianDpEvent(5.0), delta=1e-5, relation=relation).epsilon
+        allowed[relation] = left.refusal_reason(Charges(), one, private=True) is None
         assert allowed[relation] == (cost <= 1.0)
     assert list(allowed.values()) == [True, False]

@@ -6,23 +6,23 @@ import pytest
 
 from flower_dp.core.sampling import FixedSizeSampling, FullSampling, PoissonSampling, Sampler
 from flower_dp.privacy import accounting
-from flower_dp.privacy.client_terms import Terms
+from flower_dp.privacy.client_terms import ClientTerms
 from flower_dp.privacy.dp_fedpaq import FedPAQSteps, update_terms
 from flower_dp.privacy.dp_pasgd import step_terms
 from flower_dp.privacy.fedsgd_dpc import gradient_terms
 from flower_dp.privacy.mechanisms import Gaussian, Laplace
-from flower_dp.privacy.worst_client import WorstClient
+from flower_dp.privacy.worst_client import MaxClientEpsilon
 from tests.charges import device_terms
 
 REPLACE = "replace-one"
 DELTA = 1e-4
 
 
-def terms(noise: Any, sampler: Sampler, *, size: int = 100, num_replies: int = 50, **words: Any) -> Terms:
+def terms(noise: Any, sampler: Sampler, *, size: int = 100, num_replies: int = 50, **words: Any) -> ClientTerms:
     return device_terms(num_replies, noise, sampler=sampler, num_units=size, **words)
 
 
-def own_cost(own: Terms, replies: int, delta: float = DELTA) -> float:
+def own_cost(own: ClientTerms, replies: int, delta: float = DELTA) -> float:
     return accounting.epsilon(accounting.repeated(own.event, replies), delta=delta, relation=REPLACE).epsilon
 
 
@@ -42,8 +42,8 @@ NOISY = {f"l{index}": terms(Laplace(noise_multiplier=40.0 + index), FullSampling
     [POISSON, FIXED, WHOLE, NOISY, POISSON | FIXED | WHOLE | NOISY],
     ids=["poisson", "fixed", "whole", "laplace", "all"],
 )
-def test_the_bound_is_never_below_any_clients_own_cost_and_never_falls(population: dict[str, Terms]) -> None:
-    worst = WorstClient(population, relation=REPLACE, delta=DELTA)
+def test_the_bound_is_never_below_any_clients_own_cost_and_never_falls(population: dict[str, ClientTerms]) -> None:
+    worst = MaxClientEpsilon(population, relation=REPLACE, delta=DELTA)
     last = 0.0
     for server_round in (1, 9, 10, 23):
         # Not all reply equally often.
@@ -59,7 +59,7 @@ def test_a_thousand_unequal_clients_take_four_accounts_at_most(monkeypatch):
         f"c{size}": terms(gaussian(2.0 + 100 / size), PoissonSampling(sampling_rate=20 / size), size=size, epsilon=8.0)
         for size in range(100, 1100)
     }
-    worst = WorstClient(population, relation=REPLACE, delta=DELTA)
+    worst = MaxClientEpsilon(population, relation=REPLACE, delta=DELTA)
     calls, account = [], accounting.epsilon
     monkeypatch.setattr(accounting, "epsilon", lambda *given, **words: calls.append(given) or account(*given, **words))
     for replies, most in ((1, 4), (1, 4), (30, 8), (31, 12), (32, 12), (33, 12), (34, 16), (36, 16)):
@@ -69,13 +69,13 @@ def test_a_thousand_unequal_clients_take_four_accounts_at_most(monkeypatch):
 
 def test_a_budget_bounds_its_planned_replies_and_no_more() -> None:
     own = terms(gaussian(2.0), FullSampling(), num_replies=3, epsilon=1e-3)  # not true: so that one sees where it is used
-    worst = WorstClient({"a": own}, relation=REPLACE, delta=DELTA)
+    worst = MaxClientEpsilon({"a": own}, relation=REPLACE, delta=DELTA)
     assert worst.epsilon({"a": 3}, {}) == 1e-3
     assert worst.epsilon({"a": 4}, {}) == pytest.approx(own_cost(own, 4), rel=1e-3)
 
 
 def test_what_else_was_released_adds_up_client_by_client() -> None:
-    worst = WorstClient(POISSON, relation=REPLACE, delta=DELTA)
+    worst = MaxClientEpsilon(POISSON, relation=REPLACE, delta=DELTA)
     replies = dict.fromkeys(POISSON, 4) | {"p0": 0}
     alone = worst.epsilon(replies, {})
     assert worst.epsilon(replies, {"p0": 0.5}) == pytest.approx(max(alone, 0.5))

@@ -8,8 +8,15 @@ import tomli_w
 from tests.cli.conftest import call  # noqa: F401
 
 CONFIG = {"method": "dp-fedavg", "num-rounds": 2, "clip-norm": 0.5, "seed": 0, "output-dir": "x"}
-STATEMENT = {"private": True, "epsilon": 1.5, "delta": 1e-3, "unit": "client", "relation": "add-or-remove-one"}
-STATEMENT["adversary"] = "outsiders"
+GUARANTEE = {"private": True, "epsilon": 1.5, "delta": 1e-3, "unit": "client", "relation": "add-or-remove-one"}
+GUARANTEE["protected_against"] = "outsiders"
+STATEMENT = {"format": 2, "guarantee": GUARANTEE}
+NOT_PRIVATE = {"format": 2, "guarantee": {"private": False, "epsilon": None}}
+
+
+def stated(**guarantee):
+    """A statement with another guarantee."""
+    return {"format": 2, "guarantee": GUARANTEE | guarantee}
 
 
 def line(at, accuracy, epsilon, **more):

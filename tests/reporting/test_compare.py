@@ -8,7 +8,7 @@ from matplotlib.figure import Figure
 
 from flower_dp.reporting import compare, tables
 from flower_dp.reporting.figures import against_epsilon, figure
-from tests.reporting.conftest import STATEMENT, line
+from tests.reporting.conftest import GUARANTEE, NOT_PRIVATE, line, stated
 
 
 @pytest.fixture(autouse=True)
@@ -40,11 +40,11 @@ def test_any_metric_that_runs_have_where_they_have_it(write, call):
     (curve,) = curves(folder, metric="rmse")
     assert (curve.rounds.tolist(), curve.mean.tolist()) == ([0, 2], [9.0, 7.5])
     drawn = figure([curve], "rmse")
-    assert (drawn.axes[0].get_ylabel(), drawn.get_suptitle()[:18]) == ("rmse", "Rmse: one run a cu")
+    assert (drawn.axes[0].get_ylabel(), drawn.get_suptitle()[:18]) == ("rmse", "Rmse: one run per ")
     assert "not finite" in tables.text(curves(folder, metric="loss"), "loss")
     status, _, err = call("compare", folder, "--metric", "speed")
     assert status == 2
-    assert "has no speed in metrics.jsonl, but accuracy, loss, epsilon, delta, rmse: set --metric" in err
+    assert "has no speed in metrics.jsonl, but accuracy, loss, epsilon, delta, rmse; set --metric" in err
 
 
 def test_rounds_are_those_that_all_runs_have(write):
@@ -55,8 +55,8 @@ def test_rounds_are_those_that_all_runs_have(write):
 
 
 def test_not_private_is_infinite_whatever_the_rounds_say(write):
-    nothing = write("a", [0.1, 0.5], statement={"private": False, "epsilon": None}, clip_norm=9.0)
-    seeded = write("b", [0.1, 0.5], statement=STATEMENT | {"private": False})
+    nothing = write("a", [0.1, 0.5], statement=NOT_PRIVATE, clip_norm=9.0)
+    seeded = write("b", [0.1, 0.5], statement=stated(private=False))
     for curve in curves(nothing, seeded):
         assert math.isinf(curve.epsilon)
         assert np.isinf(curve.spent).all()
@@ -65,9 +65,9 @@ def test_not_private_is_infinite_whatever_the_rounds_say(write):
 def test_epsilons_of_different_guarantees_are_not_to_be_compared(write):
     same = curves(write("a", [0.1]), write("b", [0.1], clip_norm=1.0))
     assert compare.notes(same) == []
-    record = write("c", [0.1], clip_norm=2.0, statement=STATEMENT | {"unit": "record"})
+    record = write("c", [0.1], clip_norm=2.0, statement=stated(unit="record"))
     assert "different units" in compare.notes([*same, *curves(record)])[0]
-    told = curves(*(write(name, [0.1], size=name, statement=STATEMENT | {"adversary": name}) for name in ("d", "e")))
+    told = curves(*(write(name, [0.1], size=name, statement=stated(protected_against=name)) for name in ("d", "e")))
     note = "the epsilons hold against different adversaries (d; or e): don't compare them with each other"
     assert compare.notes(told) == [note]
     assert json.loads(tables.as_json(told, "accuracy"))["curves"][0]["against"] == "d"
@@ -81,7 +81,7 @@ def test_private_evaluations_are_told_below_a_table_of_another_metric(write):
     second = write("b", [], lines=[told(0.8, 0.04), line(2, 0.6, 0.5)], seed=1)
     notes = compare.notes(curves(first, second))
     # Means of two runs: (0.7 + 0.8) / 2, and sqrt(0.03^2 + 0.04^2) / 2.
-    assert "dp-fedavg: private accuracy 75.0 ± 2.5 %, which is charged" in notes
+    assert "dp-fedavg: private accuracy 75.0 ± 2.5 %; these evaluations are charged" in notes
 
 
 def test_runs_of_different_tasks_are_not_to_be_compared(write):
@@ -96,7 +96,7 @@ def test_runs_of_different_tasks_are_not_to_be_compared(write):
 
 def test_the_epsilon_of_every_round_is_the_largest_over_seeds_and_ends_at_the_tables(write):
     lines = [line(0, 0.1, 0.0), line(1, 0.4, 1.2), line(2, 0.5, 1.51)]  # an upper bound, a little above the statement's 1.5
-    (curve,) = curves(write("a", [], lines=lines), write("b", [0.1, 0.4, 0.8], seed=1, statement=STATEMENT | {"epsilon": 0.9}))
+    (curve,) = curves(write("a", [], lines=lines), write("b", [0.1, 0.4, 0.8], seed=1, statement=stated(epsilon=0.9)))
     assert (curve.spent.tolist(), curve.epsilon) == ([0.0, 1.2, 1.5], 1.5)
 
 
@@ -108,10 +108,10 @@ def test_where_no_round_tells_an_epsilon_each_may_have_cost_all(write):
 
 
 def test_an_epsilon_is_never_shown_smaller_than_it_is(write):
-    (curve,) = curves(write("a", [0.1], statement=STATEMENT | {"epsilon": 1.23401}))
-    assert curve.epsilon_in_words() == "1.235"
-    (curve,) = curves(write("b", [0.1], statement=STATEMENT | {"epsilon": 4.0}))
-    assert curve.epsilon_in_words() == "4"
+    (curve,) = curves(write("a", [0.1], statement=stated(epsilon=1.23401)))
+    assert curve.format_epsilon() == "1.235"
+    (curve,) = curves(write("b", [0.1], statement=stated(epsilon=4.0)))
+    assert curve.format_epsilon() == "4"
 
 
 # labels
@@ -161,7 +161,7 @@ def test_names_of_ones_own(write, call):
     filled = compare.curves_of(found, "accuracy", names=["{method} ({noise-multiplier})"])
     assert [curve.label for curve in filled] == ["dp-fedavg (1)", "dp-fedavg (2)"]
     status, _, err = call("compare", *runs, "--label", "a", "--label", "b", "--label", "c")
-    assert (status, err) == (2, "error: --label: there are 3; must be one for each of 4 runs or of 2 curves\n")
+    assert (status, err) == (2, "error: --label: given 3 times; must be one for each of 4 runs or of 2 curves\n")
 
 
 def test_curves_by_a_setting(write, call):
@@ -170,15 +170,15 @@ def test_curves_by_a_setting(write, call):
         for size, (method, z) in enumerate((("dp-fedavg", 1.0), ("dp-fedavg", 2.0), ("dp-fedsam", 2.0)))
     ]
     found = [compare.read_run(folder, "accuracy") for folder in runs]
-    grouped = compare.curves_of(found, "accuracy", by=["noise-multiplier"])
+    grouped = compare.curves_of(found, "accuracy", group_by=["noise-multiplier"])
     assert [curve.line for curve in grouped] == ["noise-multiplier=1", "noise-multiplier=2", "noise-multiplier=2"]
     assert grouped[0].label.startswith("noise-multiplier=1, ")
     drawn = figure(grouped, "accuracy", grouped=True).axes[0].containers
-    colours, styles = zip(*((one.lines[0].get_color(), one.lines[0].get_linestyle()) for one in drawn), strict=True)
-    assert colours[0] != colours[1] == colours[2]
+    colors, styles = zip(*((one.lines[0].get_color(), one.lines[0].get_linestyle()) for one in drawn), strict=True)
+    assert colors[0] != colors[1] == colors[2]
     assert styles[1] != styles[2]
-    status, _, err = call("compare", *runs, "--by", "speed")
-    assert (status, err) == (2, "error: --by speed: no run has this setting\n")
+    status, _, err = call("compare", *runs, "--group-by", "speed")
+    assert (status, err) == (2, "error: --group-by=speed: must be a setting of a run\n")
 
 
 # the table and the picture
@@ -189,9 +189,9 @@ def three(write):
     own = {"method": "dp-fedavg", "dp-fedavg.noise-multiplier": 1.0}
     return [
         write("a", [0.1, 0.5, 0.7], **own),
-        write("b", [0.1, 0.4, 0.8], seed=1, statement=STATEMENT | {"epsilon": 1.75}, **own),
-        write("c", [0.1, 0.6, 0.9], statement=STATEMENT | {"epsilon": 4.0}, **own | {"dp-fedavg.noise-multiplier": 0.5}),
-        write("d_%", [0.1, 0.9], statement={"private": False, "epsilon": None}, **own | {"dp-fedavg.noise-multiplier": 0.0}),
+        write("b", [0.1, 0.4, 0.8], seed=1, statement=stated(epsilon=1.75), **own),
+        write("c", [0.1, 0.6, 0.9], statement=stated(epsilon=4.0), **own | {"dp-fedavg.noise-multiplier": 0.5}),
+        write("d_%", [0.1, 0.9], statement=NOT_PRIVATE, **own | {"dp-fedavg.noise-multiplier": 0.0}),
     ]
 
 
@@ -217,7 +217,7 @@ def test_csv_and_latex(three, call):
         "% needs \\usepackage{booktabs}",
         "\\begin{tabular}{lrrrrlp{5cm}r}",
         "\\toprule",
-        "curve & seeds & final accuracy (\\%) & tight epsilon (largest) & delta & protects & against & rounds \\\\",
+        "curve & seeds & final accuracy (\\%) & epsilon (largest) & delta & protects & against & rounds \\\\",
         "\\midrule",
         "50 \\% \\& more\\_ & 2 & 75.00 $\\pm$ 7.07 & 1.750 & 0.001 & client, add-or-remove-one & outsiders & 2 \\\\",
         # As wide as the one above: digits are aligned.
@@ -228,14 +228,14 @@ def test_csv_and_latex(three, call):
     ]
 
 
-def by_epsilon(write, *, epsilon, proved, accuracy, method="dp-fedavg", seed=0, **statement):
+def by_epsilon(write, *, epsilon, proved, accuracy, method="dp-fedavg", seed=0, **guarantee):
     own = {"method": method, f"{method}.epsilon": epsilon, "seed": seed}
-    told = STATEMENT | {"epsilon": proved, "private": proved is not None} | statement
+    told = stated(epsilon=proved, private=proved is not None, **guarantee)
     return write(f"{method}-{epsilon}-{seed}", [0.1, accuracy], statement=told, **own)
 
 
 def test_a_pivot_has_a_column_for_each_epsilon_and_a_row_for_each_guarantee(write, call):
-    record = {"unit": "record", "relation": "replace-one", "adversary": "the server"}
+    record = {"unit": "record", "relation": "replace-one", "protected_against": "the server"}
     folders = [
         by_epsilon(write, epsilon=2.0, proved=1.99999, accuracy=0.7),
         by_epsilon(write, epsilon=2.0, proved=2.0, accuracy=0.8, seed=1),
@@ -262,14 +262,14 @@ def test_a_pivot_has_a_column_for_each_epsilon_and_a_row_for_each_guarantee(writ
 def test_the_table_as_text_and_a_picture_of_any_type(three, call, tmp_path):
     status, out, err = call("compare", *three, "--label", "first", "--label", "second", "--label", "弱强弱é", "--output", "x.pdf")
     assert out.splitlines() == [
-        "curve   seeds  final accuracy (%)  tight epsilon (largest)  delta  protects                   against    rounds",
-        "first       2       75.00 +- 7.07                    1.750  0.001  client, add-or-remove-one  outsiders       2",
-        "second      1       90.00                            4.000  0.001  client, add-or-remove-one  outsiders       2",
-        "弱强弱é        1       90.00                      not private      -  -                          -               1",
+        "curve   seeds  final accuracy (%)  epsilon (largest)  delta  protects                   against    rounds",
+        "first       2       75.00 +- 7.07              1.750  0.001  client, add-or-remove-one  outsiders       2",
+        "second      1       90.00                      4.000  0.001  client, add-or-remove-one  outsiders       2",
+        "弱强弱é        1       90.00                not private      -  -                          -               1",
         "figure: x.pdf",
     ]
     assert (status, err.count("\n")) == (0, 1)
-    assert err.startswith("note: the figure has boxes in place of 弱 强, which matplotlib's font lacks; name a font")
+    assert err.startswith("note: the figure has boxes in place of 弱 强, which matplotlib's font lacks; set font.family")
     content = (tmp_path / "x.pdf").read_bytes()
     assert content.startswith(b"%PDF")
     assert b"/Type3" not in content  # which many journals refuse
@@ -287,7 +287,7 @@ def test_the_picture_tells_what_it_shows(three):
     assert spent.get_xlabel() == "epsilon spent (delta 0.001; client, add-or-remove-one)"
     assert "standard deviation" in drawn.get_suptitle()
     names = [text.get_text() for text in drawn.legends[0].get_texts()]
-    assert names[0] == "dp-fedavg.noise-multiplier=1\ntight epsilon 1.75, n = 2"
+    assert names[0] == "dp-fedavg.noise-multiplier=1\nepsilon 1.75, n = 2"
     assert names[2] == "dp-fedavg.noise-multiplier=0\nnot private, n = 1"
 
 
@@ -303,9 +303,9 @@ def test_the_last_metric_against_epsilon(three, call):
         "dp-fedavg, n = 1 to 2\nnot private",
         "dp-fedavg, n = 1 to 2",
     ]
-    assert call("compare", *three, "--against", "epsilon")[0] == 0
-    status, _, err = call("compare", three[3], "--against", "epsilon")
-    assert (status, err) == (2, "error: --against=epsilon: no run is private\n")
+    assert call("compare", *three, "--x-axis", "epsilon")[0] == 0
+    status, _, err = call("compare", three[3], "--x-axis", "epsilon")
+    assert (status, err) == (2, "error: --x-axis=epsilon: needs a private run; set --x-axis rounds\n")
 
 
 # refusals
@@ -316,13 +316,13 @@ def test_bad_folders_are_named_in_one_line(write, call, tmp_path):
     torn = write("torn", [0.1])
     (tmp_path / "torn" / "statement.json").write_text("{")
     for arguments, named in [
-        (["nowhere"], "nowhere: is not a run folder: it has no run-config.toml"),
+        (["nowhere"], "nowhere: must be a run folder; it has no run-config.toml"),
         ([good, write("silent", [])], "silent: has no accuracy in metrics.jsonl"),
         ([good, torn], f"{torn}: can't be read"),
         ([good, write("unfinished", [0.1], statement=None)], "unfinished: the run was not finished (no model.safetensors)"),
         ([good, f"{good}/../good"], "good: is given twice"),
         ([good, write("later", [], lines=[line(7, 0.5, 1.0)], seed=1)], "later: has no accuracy of a round that"),
-        ([good, "--output", "x.doc"], "--output=x.doc: must end in one of "),
+        ([good, "--output", "x.doc"], "--output=x.doc: must end in a type that matplotlib writes, such as "),
         ([good, "--output", "no/where.png"], "--output=no/where.png: can't be written"),
     ]:
         status, out, err = call("compare", *arguments)
@@ -333,12 +333,12 @@ def test_bad_folders_are_named_in_one_line(write, call, tmp_path):
 
 def test_unfinished_runs_are_taken_if_asked_for(write, call):
     folder = write("a", [0.1, 0.5], statement=None)
-    out = call("compare", folder, "--allow-unfinished")[1]
+    out = call("compare", folder, "--include-unfinished")[1]
     assert f"note: {folder}: not finished; its rounds so far are used" in out
     failed = write("c", [0.1, 0.5], finished=False)
     endless = write("b", [], lines=[line(0, 0.1, 0.0), line(1, 0.2, None)], statement=None)
-    found = [curves(one, allow_unfinished=True)[0].epsilon for one in (folder, failed, endless)]
-    assert found == [0.5, STATEMENT["epsilon"], math.inf]
+    found = [curves(one, include_unfinished=True)[0].epsilon for one in (folder, failed, endless)]
+    assert found == [0.5, GUARANTEE["epsilon"], math.inf]
 
 
 def test_a_clip_norm_that_moves_has_a_panel_of_its_own(write):

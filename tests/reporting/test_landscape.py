@@ -11,7 +11,7 @@ from flower_dp.clients import TensorRecords
 from flower_dp.reporting import landscape
 from flower_dp.reporting.landscape import PublicTest, landscapes
 from flower_dp.reporting.past_run import read_past_run
-from flower_dp.running.launched import Launched
+from flower_dp.running.launch_record import LaunchRecord
 from flower_dp.running.run_folder import RunFolder
 from tests.app_runs import DEFAULTS, play
 from tests.own_apps import write_app
@@ -21,7 +21,7 @@ INPUTS = RNG.standard_normal((12, 3)).astype(np.float32)
 TARGETS = RNG.standard_normal((12, 2)).astype(np.float32)
 WEIGHTS = np.array([[1.0, 2.0, -2.0], [0.0, 0.3, -0.4]], np.float32)
 BIAS = np.array([0.5, -0.5], np.float32)
-PRIVATE = {"private": True, "epsilon": 1.5}
+PRIVATE = {"format": 2, "guarantee": {"private": True, "epsilon": 1.5}}
 
 
 def recorded(folder, arrays=None, statement=PRIVATE, **config):
@@ -30,7 +30,7 @@ def recorded(folder, arrays=None, statement=PRIVATE, **config):
     made.append({"round": 1, "loss": 1.0})
     made.state(statement, "a statement")
     if arrays is not None:
-        made.finish(arrays)
+        made.write_results(arrays)
     return read_past_run(folder)
 
 
@@ -136,18 +136,18 @@ def test_an_app_of_ones_own_may_say_what_its_runs_are_tested_with(tmp_path):
     app = write_app(tmp_path / "mine", "rows = 12", landscape_app=MODULE)
     made = RunFolder.create(tmp_path / "run", {"rows": 7}, "a run")
     made.append({"round": 1, "loss": 1.0})
-    made.finish({"weight": WEIGHTS, "bias": BIAS})
+    made.write_results({"weight": WEIGHTS, "bias": BIAS})
     with pytest.raises(
         ValueError,
-        match=r"\(its run-config\.toml has no adult.*nor of an app that is known: .* holds no run that `flower-dp run` has begun",
+        match=r"\(its run-config\.toml has no adult.*nor of a known app: .* holds no run that `flower-dp run` has begun",
     ):
         landscapes([read_past_run(made.path)])
     more = recorded(tmp_path / "more", {"weight": WEIGHTS}, **{"model-fn": "own:model"})
     with pytest.raises(ValueError, match=r"more: .* of a task of this flower-dp \(its run-config\.toml has model-fn\), nor"):
         landscapes([more])
     words = {"name": "mine", "overrides": {}, "workers": 1, "supernodes": 1, "gpus_per_worker": 0.0}
-    Launched(app=str(app), **words).write(made.path)
-    with pytest.raises(ValueError, match=r"mine does not say what it is tested with: add public-test"):
+    LaunchRecord(app=str(app), **words).write(made.path)
+    with pytest.raises(ValueError, match=r"mine names no public test; add public-test"):
         landscapes([read_past_run(made.path)])
     write_app(app, "rows = 12", tool='[tool.flower-dp]\npublic-test = "landscape_app:test"')
     (found,) = landscapes([read_past_run(made.path)], resolution=3)
@@ -163,7 +163,7 @@ def test_an_app_of_ones_own_may_say_what_its_runs_are_tested_with(tmp_path):
 def test_the_middle_of_the_landscape_is_the_recorded_loss_of_the_run(tmp_path, call):
     pytest.importorskip("sklearn")
     keywords = {"task": "breast-cancer", "method": "dp-fedavg", "num-clients": 10, "num-rounds": 2, "sampling": "full"}
-    keywords |= {"dp-fedavg.delta": 1e-3, "dp-fedavg.target-epsilon": 0.0, "evaluate-every": 0}
+    keywords |= {"dp-fedavg.delta": 1e-3, "dp-fedavg.target-epsilon": 0.0, "test-every": 0}
     played = [play(tmp_path / f"z{z:g}", {**keywords, "dp-fedavg.noise-multiplier": z}) for z in (0.0, 4.0)]
     target = str(tmp_path / "figure.png")
     words = ("--output", target, "--resolution", "3", "--records", "1000")

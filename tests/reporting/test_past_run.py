@@ -7,6 +7,7 @@ import pytest
 import tomli_w
 
 from flower_dp.reporting.past_run import read_past_run
+from tests.reporting.conftest import stated
 
 DEEP = "[" * 100_000
 
@@ -19,7 +20,7 @@ def write(tmp_path):
         honest = {
             "config": tomli_w.dumps({"method": "dp-fedavg"}),
             "metrics": json.dumps({"round": 1, "accuracy": 0.5}) + "\n",
-            "statement": json.dumps({"private": True, "epsilon": 1.5, "delta": 1e-3}),
+            "statement": json.dumps(stated()),
         }
         names = {"config": "run-config.toml", "metrics": "metrics.jsonl", "statement": "statement.json"}
         for key, content in (honest | files).items():
@@ -38,7 +39,9 @@ def write(tmp_path):
         ({"metrics": '{"round": NaN}\n'}, r"metrics\.jsonl, line 1: round=nan: must be a whole number"),
         ({"metrics": '{"round": 1' + "0" * 30 + "}\n"}, r"metrics\.jsonl, line 1: round=10*: must be a whole number"),
         ({"statement": DEEP}, r"statement\.json: must be a JSON object"),
-        ({"statement": '{"noise": 1}'}, r"statement\.json: noise must be a JSON object"),
+        ({"statement": '{"private": true}'}, r"statement\.json: must have format 2"),
+        ({"statement": '{"format": 2, "guarantee": 1}'}, r"statement\.json: guarantee must be a JSON object"),
+        ({"statement": '{"format": 2, "mechanism": {"noise": 1}}'}, r"statement\.json: noise must be a JSON object"),
     ],
 )
 def test_a_file_that_is_not_a_runs_is_refused_by_its_name(write, files, why):
@@ -59,8 +62,7 @@ def test_a_number_that_no_float_holds_counts_as_not_finite(write):
 @pytest.mark.parametrize("private", ["yes", 1, None, [], "false"])
 def test_only_a_statement_that_says_so_is_of_a_private_run(write, private):
     """Any text counted as true, "false" too."""
-    stated = {"private": private, "epsilon": 1.5, "delta": []}
-    past = read_past_run(write(statement=json.dumps(stated)))
+    past = read_past_run(write(statement=json.dumps(stated(private=private, delta=[]))))
     assert past.epsilon == math.inf
     assert past.delta is None
     past = read_past_run(write())
@@ -73,10 +75,10 @@ def test_texts_of_somebody_elses_run_control_no_terminal(write):
     folder = write(
         config=tomli_w.dumps({"method": f"dp{bad}\u4e2d", f"a{bad}b": [bad]}),
         metrics=json.dumps({"round": 1, f"loss{bad}": 0.5}) + "\n",
-        statement=json.dumps({"private": True, "adversary": bad, "incidents": [{bad: f"x{bad}"}], "unit": half}),
+        statement=json.dumps(stated(protected_against=bad, unit=half) | {"incidents": [{bad: f"x{bad}"}]}),
     )
     past = read_past_run(folder)
-    assert not set(bad) & set("".join([*past.config, past.config["method"], *past.rows[0], past.statement["adversary"]]))
+    assert not set(bad) & set("".join([*past.config, past.config["method"], *past.rows[0], past.guarantee["protected_against"]]))
     assert past.config["method"] == "dp     \u4e2d"
     assert past.statement["incidents"] == [{"     ": "x     "}]
-    assert past.statement["unit"] == " "
+    assert past.guarantee["unit"] == " "

@@ -14,7 +14,8 @@ def norms_of(write):
 
     def read(name, *lines):
         rows = [{"round": at} | line for at, line in enumerate(lines)]
-        return read_update_norms(read_past_run(write(name, [], lines=rows, statement={"noise": {"clip_norm": 0.5}})))
+        statement = {"format": 2, "mechanism": {"noise": {"clip_norm": 0.5}}}
+        return read_update_norms(read_past_run(write(name, [], lines=rows, statement=statement)))
 
     return read
 
@@ -56,10 +57,10 @@ def test_a_clip_norm_that_moves_is_that_of_the_rounds(norms_of):
 def test_a_run_of_the_app_tells_them_on_request_alone(tmp_path, call):
     method = "dp-fedsam"
     keywords = {"task": "breast-cancer", "method": method, "num-clients": 4, "num-rounds": 2, "sampling": "full"}
-    keywords |= {f"{method}.delta": 1e-3, f"{method}.target-epsilon": 0.0, "evaluate-every": 0, "engine": "one-by-one"}
+    keywords |= {f"{method}.delta": 1e-3, f"{method}.target-epsilon": 0.0, "test-every": 0, "training-engine": "one-by-one"}
     silent = play(tmp_path / "silent", keywords)
     status, _, err = call("figure", "update-norms", str(silent))
-    assert (status, "silent: has no norms of updates. Run it again with --set report-client-metrics=true" in err) == (2, True)
+    assert (status, "silent: has no norms of updates; run it again with --set report-client-metrics=true" in err) == (2, True)
     assert "client-" not in (silent / "metrics.jsonl").read_text()
     assert "CLIENT METRICS" not in (silent / "statement.txt").read_text()
     folder = play(tmp_path / "told", {**keywords, "report-client-metrics": True})

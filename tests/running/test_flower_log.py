@@ -24,7 +24,7 @@ print("after")
 """
 
 
-def test_all_that_a_process_writes_meanwhile_is_in_the_log_without_colours(tmp_path):
+def test_all_that_a_process_writes_meanwhile_is_in_the_log_without_colors(tmp_path):
     log = tmp_path / "flower.log"
     log.write_text("of another run\n")
     for more, count in (([], 1), (["go on"], 2)):
@@ -63,12 +63,12 @@ def test_warnings_of_a_log_once_each(tmp_path):
         "(Worker pid=7) WARNING :   client 'c01': what it has kept is damaged\n"
         "(Worker pid=8) WARNING :   client 'c01': what it has kept is damaged [repeated 12x across cluster] (Ray deduplicates)\n"
         "WARNING :   node 14: reply refused: too long\n"
-        "WARNING :   the evaluation of round 1 was left out: no client has answered\n"
+        "WARNING :   The evaluation of round 1 was left out: no client has answered\n"
     )
     assert flower_log.warnings_of(log) == [
         "node 3: reply refused: too long",
         "client 'c01': what it has kept is damaged",
-        "the evaluation of round 1 was left out: no client has answered",
+        "The evaluation of round 1 was left out: no client has answered",
     ]
 
 

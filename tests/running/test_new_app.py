@@ -45,7 +45,7 @@ def test_its_clients_share_no_record_with_each_other_nor_with_the_test(folder):
 
 @pytest.mark.parametrize("name", ["torch", "my_app", "class", "flower-dp", ""])
 def test_a_name_that_is_no_apps_name_is_refused_and_nothing_is_written(name, tmp_path):
-    with pytest.raises(ValueError, match=r"must be small letters|is the name of an installed package"):
+    with pytest.raises(ValueError, match=r"must be lowercase letters|is the name of an installed package"):
         write_app(tmp_path / "in" / name if name else Path("/"))
     assert not (tmp_path / "in").exists()
 

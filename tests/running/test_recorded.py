@@ -12,9 +12,9 @@ from safetensors.numpy import load_file
 from flower_dp import RunFolder, record_run
 from flower_dp.core.checks import SettingsError
 from flower_dp.core.sampling import FullSampling, PoissonSampling
-from flower_dp.running.recorded import watched
+from flower_dp.running.run_recorder import watched
 from flower_dp.strategies import DPFedAvg, writer
-from flower_dp.strategies.started import Stated
+from flower_dp.strategies.run_lifecycle import StatementOnlyExit
 from tests.grids import LocalGrid
 from tests.stock import arrays, shifted, stock_app
 
@@ -81,20 +81,21 @@ def test_no_metric_of_the_users_takes_the_place_of_a_column_of_the_run(tmp_path,
     assert [name for name in OWN for line in lines if line.get(name) == -7.5] == []
     assert [line["round"] for line in lines] == [0, 1, 2, 3, 4]
     answer = [entry.getMessage() for entry in caplog.records if "evaluate_fn" in entry.getMessage()]
-    said = "evaluate_fn: its metric {!r} is not written: this is a column of the run's own; give it another name"
+    said = "evaluate_fn: its metric {!r} is not written: the name is reserved for the run; give it another"
     assert answer == [said.format(name) for name in sorted(OWN)]
 
 
 def test_a_run_that_fails_has_told_what_it_released_and_has_one_line_a_round_when_it_goes_on(interrupted):
     said, text = json_of(interrupted), (interrupted / "statement.txt").read_text()
-    assert (said["num_rounds"], said["not_covered"][-1]) == (3, "what the app has left out")
-    assert "Not covered: what the app has left out" in text
+    assert (said["guarantee"]["num_charged_rounds"], said["not_covered"][-1]) == (3, "what the app has left out")
+    not_covered = text.partition("NOT COVERED    ")[2].partition("\n\n")[0]
+    assert "- what the app has left out" in [line.strip() for line in not_covered.splitlines()]
     assert json_of(interrupted, "model")["unfinished"] == "after round 3"
     recorded(interrupted, resume=True)
     assert [(line["round"], line["loss"]) for line in lines_of(interrupted)] == [(at, 1 / (1 + at)) for at in range(5)]
     elapsed = [line["elapsed"] for line in lines_of(interrupted)]
     assert elapsed == sorted(elapsed)
-    assert json_of(interrupted)["num_rounds"] == 4
+    assert json_of(interrupted)["guarantee"]["num_charged_rounds"] == 4
     assert "unfinished" not in json_of(interrupted, "model")
 
 
@@ -177,7 +178,7 @@ def test_an_error_of_the_folder_does_not_lose_a_run_that_did_not_ask_for_one(lau
     made = strategy()
     made.start(grid(), model(), num_rounds=2)
     assert len(made.rounds) == 2
-    assert "the run folder failed at round 1, and the run goes on: OSError: no space left on device" in caplog.text
+    assert "the run folder failed at round 1, and the run continues: OSError: no space left on device" in caplog.text
     assert (launched / "model.safetensors").exists()
 
 
@@ -198,7 +199,7 @@ def test_an_app_whose_settings_have_changed_begins_no_other_run_instead(begun, m
     with watched({"num-rounds": 5}, "run"), pytest.raises(SettingsError, match=r"num-rounds=5: was 4 in .*: it can't change"):
         strategy().start(asked, model(), num_rounds=5)
     assert not asked.sent
-    assert json_of(begun)["num_rounds"] == 3
+    assert json_of(begun)["guarantee"]["num_charged_rounds"] == 3
 
 
 class OwnLoop(DPFedAvg):
@@ -213,7 +214,7 @@ def test_a_statement_is_made_again_without_a_message(kind, begun, monkeypatch):
         (begun / name).unlink()
     monkeypatch.setenv("FLOWER_DP_RESUME", "statement")
     asked = grid()
-    with pytest.raises(Stated):
+    with pytest.raises(StatementOnlyExit):
         strategy(kind).start(asked, model(), num_rounds=4)
     assert not asked.sent
     assert json_of(begun) == before

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from flower_dp.core import columns
+from flower_dp.core import metric_columns
 from flower_dp.running import plot, run_folder
 from flower_dp.running.run_folder import RunFolder
 from flower_dp.strategies.run_state import RoundReport
@@ -27,7 +27,7 @@ def test_an_app_takes_the_folder_that_the_command_line_has_made(tmp_path, monkey
 def test_a_folder_that_can_not_be_made_is_named(tmp_path):
     (tmp_path / "file").write_text("")
     for path, why in (("file/run", "Not a directory"), ("file", "File exists")):
-        with pytest.raises(ValueError, match=rf"run folder '.*/{path}': can't be made: {why}; take another folder"):
+        with pytest.raises(ValueError, match=rf"run folder '.*/{path}': can't be created: {why}; choose another folder"):
             run_folder.new_folder(tmp_path / path, "main")
 
 
@@ -61,7 +61,7 @@ def test_state_and_finish_write_all_four(tmp_path):
     arrays = {"transposed": grid.T, "strided": grid[:, ::2], "scalar": np.array(7.0), "big-endian": np.array([1, 2], ">i4")}
     arrays["empty"] = np.zeros((0, 3), np.float16)
     folder.state({"epsilon": math.inf, "delta": 1e-5}, "Who is protected\n")
-    folder.finish(arrays)
+    folder.write_results(arrays)
     assert json.loads((folder.path / "statement.json").read_text()) == {"epsilon": None, "delta": 1e-5}
     assert (folder.path / "statement.txt").read_text() == "Who is protected\n"
     loaded = load_file(folder.path / "model.safetensors")
@@ -90,10 +90,29 @@ def test_the_plot_has_a_panel_for_each_kind_of_metric_that_evaluate_fn_returned(
     assert drawn == {"rmse": {"rmse": [9.0, 7.0]}, "loss": {"test loss": [4.0], "validation-loss": [3.0]}}
 
 
+def test_epsilon_has_a_panel_of_its_own_below_the_metrics_with_the_same_rounds():
+    drawn = plot.figure([{"round": n, "accuracy": 0.1 * n, "loss": 1.0, "epsilon": 0.5 * n} for n in range(3)])
+    accuracy, _, epsilon = drawn.axes
+    places = [axes.get_subplotspec().rowspan.start for axes in drawn.axes]
+    assert ([len(axes.get_lines()) for axes in drawn.axes], places) == ([1, 1, 1], [0, 1, 2])
+    assert accuracy.get_shared_x_axes().joined(accuracy, epsilon)
+    assert [axes.get_xlabel() for axes in drawn.axes] == ["", "", "round"]
+    assert epsilon.get_ylim()[0] == 0.0
+    many = plot.figure([{"round": 1, "epsilon": 0.5, **{f"m-{name}": 1.0 for name in "abcdefghijklmno"}}])
+    assert many.get_suptitle().endswith("(4 more in metrics.jsonl)")
+    assert [axes.get_ylabel() for axes in many.axes if axes.get_xlabel()] == ["m-j", "m-k", "epsilon spent"]
+
+
 def test_the_runs_own_columns_are_those_of_every_report():
-    assert {one.name.replace("_", "-") for one in fields(RoundReport)} <= columns.OWN
-    row = dict.fromkeys(columns.OWN, 1.0) | {"private-loss": 1.0, "client-loss": 1.0, "note": "text", "best": True, "auc": 1}
-    assert columns.metrics(row) == {"auc": 1.0}
+    assert {one.name.replace("_", "-") for one in fields(RoundReport)} <= metric_columns.OWN
+    row = dict.fromkeys(metric_columns.OWN, 1.0) | {
+        "private-loss": 1.0,
+        "client-loss": 1.0,
+        "note": "text",
+        "best": True,
+        "auc": 1,
+    }
+    assert metric_columns.metrics(row) == {"auc": 1.0}
 
 
 def mode(path):
@@ -119,5 +138,5 @@ def test_a_folder_that_was_there_stays_as_open_as_it_was_and_its_log_is_its_owne
     assert run_folder.new_folder(tmp_path, "main") == tmp_path
     run_folder.new_log(tmp_path).close()
     modes = [mode(log)]
-    run_folder.write_whole(log, b"without colours\n")
+    run_folder.write_whole(log, b"without colors\n")
     assert [mode(tmp_path), *modes, mode(log)] == [0o755, 0o600, 0o600]

@@ -1,4 +1,4 @@
-"""RunFolder.model_into: what is replaced, what stays, and what does not fit."""
+"""RunFolder.load_model_into: what is replaced, what stays, and what does not fit."""
 
 import json
 
@@ -43,7 +43,7 @@ def shifted(model):
 
 def folder_of(tmp_path, arrays, others=None):
     folder = RunFolder.create(tmp_path / "run", {}, "run")
-    folder.finish(arrays, others)
+    folder.write_results(arrays, others)
     return RunFolder(str(tmp_path / "run"))
 
 
@@ -51,7 +51,7 @@ def test_buffers_stay_and_tied_weights_are_one(tmp_path):
     trained = shifted(Tied())
     assert set(trained) == {"embed.weight", "norm.weight", "norm.bias"}
     model = Tied()
-    assert folder_of(tmp_path, trained, rest_of(model)).model_into(model) == ("mask",)
+    assert folder_of(tmp_path, trained, rest_of(model)).load_model_into(model) == ("mask",)
     np.testing.assert_array_equal(model.head.weight.detach().numpy(), trained["embed.weight"])
     assert model.head.weight is model.embed.weight
     assert torch.equal(model.mask, torch.tril(torch.ones(4, 4)))
@@ -61,7 +61,7 @@ def test_a_whole_state_dict_with_both_names_of_a_tied_tensor(tmp_path, caplog):
     state = {name: value.numpy() + np.float32(1) for name, value in Tied().state_dict().items()}
     model = Tied()
     folder = folder_of(tmp_path, state | {"embed.weight": state["embed.weight"] + np.float32(2)})
-    assert folder.model_into(model) == ()
+    assert folder.load_model_into(model) == ()
     np.testing.assert_array_equal(model.embed.weight.detach().numpy(), state["head.weight"])  # as load_state_dict does it
     assert "'embed.weight' has another value than the array that is tied to it in the model" in caplog.text
 
@@ -70,31 +70,31 @@ def test_a_frozen_base_stays_and_must_be_that_of_the_run(tmp_path):
     trained = shifted(LoRA())
     folder = folder_of(tmp_path, trained, rest_of(LoRA()))
     model = LoRA()
-    assert folder.model_into(model) == ("base.weight", "base.bias")
+    assert folder.load_model_into(model) == ("base.weight", "base.bias")
     np.testing.assert_array_equal(model.up.weight.detach().numpy(), trained["up.weight"])
     assert torch.equal(model.base.weight, LoRA().base.weight)
     other = LoRA(seed=2)
     before = {name: value.clone() for name, value in other.state_dict().items()}
     with pytest.raises(ValueError, match=r"'base\.weight' is not that of the run.*; 'base\.bias' is not that of the run"):
-        folder.model_into(other)
+        folder.load_model_into(other)
     assert all(torch.equal(value, before[name]) for name, value in other.state_dict().items())
     with pytest.raises(ValueError, match=r"'base\.weight' is trained by the model, and not in the run"):
-        folder.model_into(LoRA().requires_grad_(True))
+        folder.load_model_into(LoRA().requires_grad_(True))
 
 
 def test_arrays_without_names_are_taken_in_turn(tmp_path):
     model, state = Tied(), list(Tied().state_dict().values())
     folder = folder_of(tmp_path, {str(index): value.numpy() + np.float32(1) for index, value in enumerate(state)})
-    assert folder.model_into(model) == ()
+    assert folder.load_model_into(model) == ()
     with pytest.raises(ValueError, match="has 5 arrays without names; the model's state_dict has 2"):
-        folder.model_into(nn.Linear(2, 2))
+        folder.load_model_into(nn.Linear(2, 2))
 
 
 def test_the_model_of_a_run_that_did_not_end_is_told_as_such(tmp_path, caplog):
     folder = RunFolder.create(tmp_path / "run", {}, "run")
     for unfinished in ("", "after round 1"):
-        folder.finish(shifted(nn.Linear(2, 2)), unfinished=unfinished)
-        folder.model_into(nn.Linear(2, 2))
+        folder.write_results(shifted(nn.Linear(2, 2)), unfinished=unfinished)
+        folder.load_model_into(nn.Linear(2, 2))
         assert ("a run that did not end: after round 1" in caplog.text) is bool(unfinished)
 
 
@@ -110,7 +110,7 @@ def test_what_does_not_fit_is_named_and_changes_nothing(arrays, message, tmp_pat
     model = nn.Linear(3, 2)
     before = [value.detach().clone() for value in model.parameters()]
     with pytest.raises(ValueError, match=message):
-        folder_of(tmp_path, arrays).model_into(model)
+        folder_of(tmp_path, arrays).load_model_into(model)
     assert all(torch.equal(value, old) for value, old in zip(model.parameters(), before, strict=True))
 
 
@@ -126,10 +126,10 @@ def test_what_does_not_fit_is_named_and_changes_nothing(arrays, message, tmp_pat
 def test_a_description_that_is_not_the_models_is_refused(tmp_path, said, why):
     folder, model = RunFolder(tmp_path), nn.Linear(3, 2, bias=False)
     with pytest.raises(ValueError, match=r"has no model\.safetensors with its model\.json: only a run that has ended"):
-        folder.model_into(model)
-    folder.finish({"weight": np.ones((2, 3), np.float32)})
+        folder.load_model_into(model)
+    folder.write_results({"weight": np.ones((2, 3), np.float32)})
     described = json.loads((tmp_path / "model.json").read_text())
     (tmp_path / "model.json").write_text(said if isinstance(said, str) else json.dumps(described | said))
     with pytest.raises(ValueError, match=why) as refused:
-        folder.model_into(model)
+        folder.load_model_into(model)
     assert str(tmp_path) in str(refused.value)

@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from flower_dp.running.workplace import app_files_linked
+from flower_dp.running.run_workdir import app_files_linked
 
 
 @pytest.fixture

@@ -251,7 +251,7 @@ def test_a_run_on_two_machines_goes_on_when_one_is_lost(tmp_path):
         assert {Path(file).is_relative_to(folder) for file in lines[1::2]} == {True}
     # Nothing that was on its way is counted, and the run has all its rounds.
     statement = json.loads((run / "statement.json").read_text())
-    assert statement["num_rounds"] == 12
+    assert statement["guarantee"]["num_charged_rounds"] == 12
     assert any("did not reply" in line for line in statement["incidents"]), statement["incidents"]
     replies = [json.loads(line).get("replies") for line in (run / "metrics.jsonl").read_text().splitlines()[1:]]
     assert 10 < min(replies) < 20

@@ -181,7 +181,7 @@ def test_a_dead_worker_costs_its_message_and_comes_back_with_the_state(grid, err
     ask(grid, 2, 3, 4, 5)
     before = {answer["process"] for answer in ask(grid, 2, 3)}
     dead, alive = grid.send_and_receive([deadly, to(3)])
-    assert f"a worker has died while it served node 2 (clients c0, c4): {error}" in caplog.text
+    assert f"A worker died while it served node 2 (clients c0, c4): {error}" in caplog.text
     assert (dead.error.code, dead.error.reason) == (8, "ClientApp stopped responding.")
     assert (dead.metadata.src_node_id, reported(alive)["count"]) == (2, 3)
     after = ask(grid, 2, 3, 4, 5)
@@ -200,7 +200,7 @@ def test_a_worker_that_hangs_says_where_and_is_replaced(grid, workers, monkeypat
     while len(replies := grid.send_and_receive([to(node) for node in (2, 3, 4, 5)], timeout=10.0)) < 4:
         assert time.monotonic() < deadline
     assert len({reported(reply)["process"] for reply in replies} & processes) < len(processes)
-    assert "a worker has died while it served node 2" in caplog.text
+    assert "A worker died while it served node 2" in caplog.text
     folder = Path(workers._ray._private.worker._global_node.get_logs_dir_path())
     assert any("obedient.py" in file.read_text(errors="replace") for file in folder.glob("worker-*.err"))
 
@@ -217,7 +217,7 @@ def test_a_worker_that_can_not_end_itself_is_ended(grid, monkeypatch, caplog):
             break
     assert len(replies) == 1
     assert reported(replies[0])["process"] != stopped
-    assert "a worker has died while it served node 2: it does not respond" in caplog.text
+    assert "A worker died while it served node 2: it does not respond" in caplog.text
 
 
 # Workers that find no machine
@@ -266,7 +266,7 @@ def test_a_run_without_workers_ends(workers, grid, caplog):
         with pytest.raises(RuntimeError, match=r"no worker is left: .*all have died, and none could be started again"):
             grid.send_and_receive([to(2)])
     # Each of the two is started three times: a process that is killed while it starts says nothing of the next.
-    assert caplog.text.count("a worker could not be started") == 6
+    assert caplog.text.count("A worker could not start") == 6
 
 
 def test_ray_listens_to_this_machine_alone(workers):

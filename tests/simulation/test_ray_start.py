@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from flower_dp.running.launched import Launched
+from flower_dp.running.launch_record import LaunchRecord
 from flower_dp.simulation import attempt, workers
 
 
@@ -71,7 +71,7 @@ def test_a_run_that_is_refused_while_its_workers_are_made_does_not_end_ray_under
     monkeypatch.setattr(attempt, "ThreadPoolExecutor", Threads)
     monkeypatch.setattr(workers, "start_ray", start)
     monkeypatch.setattr(workers, "stop_ray", lambda: ended.append(True))
-    begun = Launched(app="", name="mine", overrides={}, workers=1, supernodes=None, gpus_per_worker=0.0)
+    begun = LaunchRecord(app="", name="mine", overrides={}, workers=1, supernodes=None, gpus_per_worker=0.0)
     outcome = attempt.on_ray(begun, tmp_path, resume="", check=check, started=lambda: None, on_line=print)
     goes_on.set()
     assert (outcome.status, outcome.details) == ("refused", "rounds=-1: must be >= 0")

@@ -26,7 +26,7 @@ from tests.torch_free import module
 
 ROOT = Path(flower_dp.__file__).parents[1]
 SETTINGS = {"method": "dp-fedavg", "num-clients": 20, "num-rounds": 2, "sampling": "full", "batch-size": 4}
-SETTINGS |= {"dp-fedavg.delta": 1e-3, "dp-fedavg.target-epsilon": 0.0, "engine": "one-by-one"}
+SETTINGS |= {"dp-fedavg.delta": 1e-3, "dp-fedavg.target-epsilon": 0.0, "training-engine": "one-by-one"}
 
 
 @pytest.fixture
@@ -48,7 +48,7 @@ def own_app(evaluate=lambda model: {"accuracy": 0.5}):
 def test_an_app_of_ones_own(home, capsys):
     run = flower_dp.simulate(own_app(), num_nodes=1, run_config=SETTINGS, seed=3)
     assert [row["round"] for row in run.rounds] == [0, 1, 2]
-    assert (run.rounds[2]["epsilon"], run.statement.num_rounds) == (run.statement.epsilon, 2)
+    assert (run.rounds[2]["epsilon"], run.statement.num_charged_rounds) == (run.statement.epsilon, 2)
     assert {name: array.numpy().shape for name, array in run.result.arrays.items()} == {"weight": (2, 3), "bias": (2,)}
     assert run.folder.parent == home / ".flower-dp" / "runs"
     assert (run.folder / "statement.txt").read_text() == f"{run.statement}\n"
@@ -67,17 +67,17 @@ def test_how_a_run_goes_on_is_said_only_if_it_can(monkeypatch):
         flower_dp.simulate(app, num_nodes=1, run_config=SETTINGS, progress=False)
     released, goes_on = failed.value.__notes__
     assert "What the run released before is in" in released
-    folder = re.fullmatch(r"Unless its settings are why it failed, it goes on with simulate\(\.\.\., resume='(.*)'\)", goes_on)[1]
+    folder = re.fullmatch(r"Unless its settings caused the failure, resume it with simulate\(\.\.\., resume='(.*)'\)", goes_on)[1]
     with pytest.raises(SettingsError, match="batch-size=2: was 4 in") as refused:
         flower_dp.simulate(app, num_nodes=1, run_config=SETTINGS | {"batch-size": 2}, resume=folder, progress=False)
     assert not hasattr(refused.value, "__notes__")
     run = flower_dp.simulate(app, num_nodes=1, run_config=SETTINGS, resume=folder, progress=False)
-    assert run.statement.num_rounds == 2
+    assert run.statement.num_charged_rounds == 2
 
     # Now it has ended: neither Ray nor a round is started, what is there is returned.
     monkeypatch.setattr(simulation, "warm_workers", lambda **_: pytest.fail("Ray is started"))
     again = flower_dp.simulate(app, num_nodes=1, run_config=SETTINGS, resume=folder, progress=False)
-    assert (again.folder, again.rounds, again.statement.num_rounds) == (run.folder, run.rounds, 2)
+    assert (again.folder, again.rounds, again.statement.num_charged_rounds) == (run.folder, run.rounds, 2)
     assert all((again.result.arrays[name].numpy() == array.numpy()).all() for name, array in run.result.arrays.items())
 
 
@@ -154,10 +154,10 @@ def test_two_apps_on_warm_workers(capsys):
     [
         ({"num_nodes": 0}, "num_nodes=0"),
         ({"seed": -1}, "seed=-1"),
-        ({"run_config": ["num-rounds"]}, "run_config: is a list: must be a dict"),
-        ({"node_config": {0: {"ledger-path": "x"}}}, "node_config: is a dict: must be a function partition -> settings"),
+        ({"run_config": ["num-rounds"]}, "run_config: is a list; must be a dict"),
+        ({"node_config": {0: {"ledger-path": "x"}}}, "node_config: is a dict; must be a function partition -> settings"),
         ({"client_app": None}, "client_app: is a NoneType"),
-        ({"app": 3}, "app: is a int: must be flower_dp.app"),
+        ({"app": 3}, "app: is a int; must be flower_dp.app"),
         ({"app": "mnist-nbafl", "num_nodes": 5, "run_config": {"num-clients": 4}}, "num_nodes=5: must be at most num-clients=4"),
     ],
 )

@@ -14,8 +14,8 @@ from flwr.clientapp import ClientApp
 
 from flower_dp.running import modules
 from flower_dp.simulation import worker as worker_module
-from flower_dp.simulation.identity import SERVER_NODE, identify, numbered
-from flower_dp.simulation.worker import Setup, Worker
+from flower_dp.simulation.flwr_internals import SERVER_NODE, identify, numbered
+from flower_dp.simulation.worker import Worker, WorkerSetup
 from tests.grids import LocalGrid  # noqa: F401  (it makes messages possible)
 
 ROOT = Path(__file__).parents[2]
@@ -79,7 +79,7 @@ def test_a_machine_with_another_code_takes_no_part(here, monkeypatch):
 
 def setup_of(folder, load, path=(), versions=None):
     arguments = {"run_id": 1, "run_config": {}, "node_config": {}, "folder": str(folder), "path": path}
-    return cloudpickle.dumps(Setup(**arguments, app=cloudpickle.dumps(load), bytecode=False, versions=versions or {}))
+    return cloudpickle.dumps(WorkerSetup(**arguments, app=cloudpickle.dumps(load), bytecode=False, versions=versions or {}))
 
 
 @pytest.fixture

@@ -8,16 +8,16 @@ import pytest
 import torch
 
 from flower_dp.clients import ClientPolicy, privacy_mod
-from flower_dp.clients.reasons import Declined
+from flower_dp.clients.refusal_messages import Declined
 from flower_dp.clients.reply import client_level
 from flower_dp.clients.reply.parts import IndicatorClip
-from flower_dp.clients.reply.pipeline import Job, Refusal
+from flower_dp.clients.reply.pipeline import ClientJob, Refusal
 from flower_dp.core.noise import noise_generator
 from flower_dp.core.sampling import FullSampling, PoissonSampling
 from flower_dp.strategies import AdaptiveClip, DPFedAvg, DPFedSAM, FedSMP
-from flower_dp.strategies.releases.adaptive_clip import MovingClip
+from flower_dp.strategies.releases.adaptive_clip import ClipController
 from flower_dp.strategies.releases.noised_sum import SumState
-from flower_dp.wire import Ask, Indicator, Instruction, Promise
+from flower_dp.wire import Indicator, Instruction, Promise, ReleaseRequest
 from tests.asks import forged, replace
 from tests.charges import charge
 from tests.grids import LocalGrid
@@ -25,7 +25,7 @@ from tests.limits import accepted
 from tests.releases import ask, noised, round_of
 from tests.stock import arrays, stock_app
 
-CLIP = AdaptiveClip(initial=0.5, smallest=0.01, largest=100.0)
+CLIP = AdaptiveClip(initial_clip_norm=0.5, min_clip_norm=0.01, max_clip_norm=100.0)
 WORDS: dict[str, Any] = {
     "clip_norm": CLIP,
     "noise_multiplier": 2.0,
@@ -36,8 +36,8 @@ WORDS: dict[str, Any] = {
 NAMES = tuple(f"c{place}" for place in range(100))
 
 
-def moving(noise_multiplier: float = 2.0, cohort: float = 100.0, **arguments: Any) -> MovingClip:
-    return MovingClip(of=replace(CLIP, **arguments), noise_multiplier=noise_multiplier, expected_cohort=cohort)
+def moving(noise_multiplier: float = 2.0, cohort: float = 100.0, **arguments: Any) -> ClipController:
+    return ClipController(of=replace(CLIP, **arguments), noise_multiplier=noise_multiplier, expected_cohort_size=cohort)
 
 
 class Rows:
@@ -50,10 +50,10 @@ class Rows:
         return ((update, np.zeros(())) for update in self.updates)
 
 
-def sent(asked: Ask, *updates: Any) -> list[Any]:
+def sent(asked: ReleaseRequest, *updates: Any) -> list[Any]:
     """Return what clients with these updates send."""
     made = client_level.pipeline(asked, train=Rows(*updates), length=updates[0].shape[0])
-    jobs = [Job(name=str(place), records=[], seed=0, secret=noise_generator) for place in range(len(updates))]  # type: ignore[arg-type]
+    jobs = [ClientJob(name=str(place), records=[], seed=0, secret=noise_generator) for place in range(len(updates))]  # type: ignore[arg-type]
     return [one if isinstance(one, Refusal) else one.row for one in made.replies(np.zeros(3), jobs)]
 
 
@@ -191,11 +191,11 @@ def run(norms: np.ndarray, clip: AdaptiveClip, *, rounds: int, noise_multiplier:
 
 def test_it_stays_within_its_limits() -> None:
     for norm, limit in ((5.0, 1.25), (0.05, 0.75)):
-        strategy = run(np.full(10, norm), AdaptiveClip(initial=1.0, smallest=0.75, largest=1.25), rounds=12)
+        strategy = run(np.full(10, norm), AdaptiveClip(initial_clip_norm=1.0, min_clip_norm=0.75, max_clip_norm=1.25), rounds=12)
         assert strategy.rules.clip_norm(strategy.state) == limit
     clip = moving(1e4, cohort=1.0)
     for mean in (1e300, -1e300):
-        assert clip.moved(clip.indicator(1.0), mean) == pytest.approx(0.01 if mean > 0 else 100.0)
+        assert clip.next_clip_norm(clip.indicator(1.0), mean) == pytest.approx(0.01 if mean > 0 else 100.0)
 
 
 def test_without_noise_the_step_is_that_of_the_paper() -> None:
@@ -212,9 +212,9 @@ def test_without_noise_the_step_is_that_of_the_paper() -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ({"initial": 1e3}, "initial"),
-        ({"smallest": 0.0}, "smallest"),
-        ({"largest": 0.001}, "largest"),
+        ({"initial_clip_norm": 1e3}, "initial_clip_norm"),
+        ({"min_clip_norm": 0.0}, "min_clip_norm"),
+        ({"max_clip_norm": 0.001}, "max_clip_norm"),
         ({"target_quantile": 1.0}, "target_quantile"),
         ({"learning_rate": 0.0}, "learning_rate"),
         ({"count_noise_std": 0.0}, "count_noise_std"),
@@ -234,7 +234,7 @@ def test_too_little_noise_on_the_count_is_refused() -> None:
 
 def test_lossy_messages_are_refused_before_any_client_is_asked() -> None:
     for arguments in ({"keep_ratio": 0.5}, {"quantization_levels": 4}):
-        with pytest.raises(ValueError, match="does not go with keep_ratio"):
+        with pytest.raises(ValueError, match="does not work with keep_ratio"):
             DPFedSAM(**WORDS, **arguments)
 
 
@@ -260,7 +260,7 @@ INDICATOR = Indicator(clip_norm=4.0, scale=6.0)
 )
 def test_asks_that_make_no_sense_with_an_indicator_are_refused(arguments: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"indicator"):
-        Ask(**{"promise": PROMISE, "placement": "central", "indicator": INDICATOR} | arguments)
+        ReleaseRequest(**{"promise": PROMISE, "placement": "central", "indicator": INDICATOR} | arguments)
 
 
 @pytest.mark.parametrize(
@@ -271,7 +271,7 @@ def test_asks_that_make_no_sense_with_an_indicator_are_refused(arguments: dict[s
     ],
 )
 def test_forged_indicators_are_refused(table: Any) -> None:
-    asked = Ask(promise=PROMISE, placement="central", indicator=INDICATOR)
+    asked = ReleaseRequest(promise=PROMISE, placement="central", indicator=INDICATOR)
     instruction = Instruction(server_round=1, method="dp-fedavg", clients=("a",), ask=asked)
     with pytest.raises(ValueError, match="indicator"):
         Instruction.from_json(forged(instruction, indicator=table))
@@ -285,14 +285,16 @@ def test_forged_indicators_are_refused(table: Any) -> None:
 
 def test_a_policy_limits_the_clip_norm_of_the_round_on_both_sides() -> None:
     policy = ClientPolicy(max_clip_norm=4.0, min_clip_norm=2.0, min_noise_multiplier=0.5)
-    policy.check(Ask(promise=PROMISE, placement="central", indicator=INDICATOR))
+    policy.check(ReleaseRequest(promise=PROMISE, placement="central", indicator=INDICATOR))
     for changes in (
         {"indicator": Indicator(clip_norm=4.1, scale=6.0)},
         {"indicator": Indicator(clip_norm=1.9, scale=6.0)},
         {"promise": Promise(clip_norm=1.0, noise_multiplier=1.0)},
     ):
         with pytest.raises(Declined, match="clip_norm"):
-            policy.check(Ask(**{"promise": Promise(clip_norm=6.0, noise_multiplier=1.0), "placement": "central"} | changes))
+            policy.check(
+                ReleaseRequest(**{"promise": Promise(clip_norm=6.0, noise_multiplier=1.0), "placement": "central"} | changes)
+            )
 
 
 def test_a_policy_holds_the_noise_on_the_device_against_the_whole_row() -> None:
@@ -301,7 +303,7 @@ def test_a_policy_holds_the_noise_on_the_device_against_the_whole_row() -> None:
 
     def check(clip_norm: float, noise_std: float, indicator: Indicator) -> None:
         promise = Promise(clip_norm=clip_norm, noise_multiplier=1.0)
-        policy.check(Ask(promise=promise, placement="distributed", noise_std=noise_std, indicator=indicator))
+        policy.check(ReleaseRequest(promise=promise, placement="distributed", noise_std=noise_std, indicator=indicator))
 
     check(5.0, 2.5, INDICATOR)
     check(0.5, 0.25, Indicator(clip_norm=0.4, scale=0.6))  # a row of a tenth with a tenth of the noise is as well protected
@@ -342,14 +344,14 @@ def test_a_run_of_own_clients_moves_the_right_way() -> None:
     """Clients of `privacy_mod` around an app of somebody else."""
     policy = ClientPolicy(max_clip_norm=100.0, min_clip_norm=0.01, min_noise_multiplier=0.4)
     grid = LocalGrid(stock_app(training([2.0] * 20), mods=[privacy_mod(policy=policy)]), 20)
-    strategy = FedSMP(**WORDS | {"num_clients": 20, "noise_multiplier": 0.5, "clip_norm": replace(CLIP, initial=0.1)})
+    strategy = FedSMP(**WORDS | {"num_clients": 20, "noise_multiplier": 0.5, "clip_norm": replace(CLIP, initial_clip_norm=0.1)})
     strategy.start(grid, arrays(w=np.zeros(16, np.float32)), num_rounds=8)
     path = [report.public()["clip-norm"] for report in strategy.rounds]
     assert path[0] == 0.1
     assert path[-1] > 0.15
     assert not strategy.missing.total
-    statement = str(strategy.statement)
-    assert "adaptive clipping: whether an update is within the clip norm" in statement
+    (line,) = [line for line in strategy.statement.assumptions if line.startswith("Adaptive clipping: ")]
+    assert "one release under one noise holds the update and an indicator of whether it was clipped" in line
     noise = strategy.statement.noise
-    assert (noise["initial_clip_norm"], noise["smallest_clip_norm"], noise["largest_clip_norm"]) == (0.1, 0.01, 100.0)
+    assert (noise["initial_clip_norm"], noise["min_clip_norm"], noise["max_clip_norm"]) == (0.1, 0.01, 100.0)
     assert (noise["target_quantile"], noise["count_noise_std"]) == (0.5, 1.0)

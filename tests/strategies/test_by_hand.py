@@ -1,4 +1,4 @@
-"""Runs without noise over generated settings, against the same rounds by hand: gaps, decay, a server optimiser."""
+"""Runs without noise over generated settings, against the same rounds by hand: gaps, decay, a server optimizer."""
 
 import math
 from collections.abc import Callable
@@ -202,7 +202,7 @@ class NbAFLByHand(ByHand):
 
 
 def optimized(case: Case, by_hand: ByHand, start: np.ndarray) -> list[np.ndarray]:
-    """The model after each round, moved by the server optimiser: momentum, or Adam (Reddi et al. 2021, with Flower's step size)."""
+    """The model after each round, moved by the server optimizer: momentum, or Adam (Reddi et al. 2021, with Flower's step size)."""
     here, models = start, []
     mean = second = momentum = np.zeros_like(start)
     for server_round in range(1, ROUNDS + 1):
@@ -392,8 +392,8 @@ def test_rounds_are_those_by_hand(method, monkeypatch):
         asked = {number: by_hand.asked(number) for number in range(1, ROUNDS + 1) if number != case.gaps.unfinished}
         heard = [sum(case.gaps.heard(one, number) for one in names) for number, names in asked.items()]
         assert [report.replies for report in found.strategy.rounds] == heard
-        assert found.strategy.missing.silent == sum(map(len, asked.values())) - sum(heard)
-        assert found.strategy.statement.num_rounds == ROUNDS
+        assert found.strategy.missing.no_reply == sum(map(len, asked.values())) - sum(heard)
+        assert found.strategy.statement.num_charged_rounds == ROUNDS
         found.assert_unfinished_are_told()
 
     check()

@@ -34,11 +34,11 @@ SAMPLINGS = {
 METHODS = {
     "central": lambda **arguments: DPFedAvg(**COMMON, **arguments),
     "distributed": lambda **arguments: DPFedSAM(**COMMON, **arguments),
-    "untrusted server": lambda **arguments: DPFedSAM(**COMMON, trusted_server=False, **arguments),
+    "untrusted server": lambda **arguments: DPFedSAM(**COMMON, server_completes_noise=False, **arguments),
     "own shares alone": lambda **arguments: DPFedSAM(**COMMON, keep_ratio=0.5, **arguments),
     "masked": lambda **arguments: FedSMP(**COMMON, **arguments),
     "adaptive": lambda **arguments: DPFedAvg(
-        **COMMON | {"clip_norm": AdaptiveClip(initial=0.1, smallest=0.01, largest=1.0)}, **arguments
+        **COMMON | {"clip_norm": AdaptiveClip(initial_clip_norm=0.1, min_clip_norm=0.01, max_clip_norm=1.0)}, **arguments
     ),
 }
 
@@ -50,7 +50,7 @@ def evaluation(sampling):
 def drawn(strategy, release, rng):
     """The next cohort of a release."""
     chosen, after = release.cohort(strategy.state, NAMES, rng)
-    strategy._session.note(releases={**strategy.state.releases, release.name: after})
+    strategy._session.update_state(releases={**strategy.state.releases, release.name: after})
     return [NAMES[place] for place in chosen]
 
 
@@ -59,13 +59,13 @@ def spent(strategy, num_rounds=ROUNDS):
     strategy.plan(num_rounds, NAMES)
     rules, rng = strategy.rules, np.random.default_rng(3)
     for number in range(1, num_rounds + 1):
-        assert rules.why_stop(strategy.state, number, None) is None
+        assert rules.stop_reason(strategy.state, number, None) is None
         cohort = drawn(strategy, rules.training, rng)
-        assert rules.why_stop(strategy.state, number, len(cohort)) is None
+        assert rules.stop_reason(strategy.state, number, len(cohort)) is None
         charge(strategy, cohort)
         if rules.evaluation is not None and rules.evaluation.due(strategy.charges, number):
             charge(strategy, drawn(strategy, rules.evaluation, rng), release=rules.evaluation)
-    assert strategy.statement.num_rounds == num_rounds
+    assert strategy.statement.num_charged_rounds == num_rounds
     return strategy.statement
 
 
@@ -130,9 +130,9 @@ def test_a_run_of_another_length_is_refused_before_any_client_is_asked():
 def test_a_loop_of_ones_own_never_passes_epsilon():
     strategy = DPFedAvg(**COMMON, epsilon=2.0, num_rounds=5, sampling=FullSampling())
     for number in range(1, 6):
-        assert [strategy.rules.why_stop(strategy.state, number, size) for size in (None, CLIENTS)] == [None, None]
+        assert [strategy.rules.stop_reason(strategy.state, number, size) for size in (None, CLIENTS)] == [None, None]
         charge(strategy, NAMES)
-    assert strategy.rules.why_stop(strategy.state, 6, None) == "it would pass target_epsilon=2"
+    assert strategy.rules.stop_reason(strategy.state, 6, None) == "it would pass target_epsilon=2"
 
 
 REFUSED = [
@@ -168,7 +168,7 @@ def test_nbafl_adds_no_noise_on_the_server_for_a_proved_epsilon_and_broadcasts_c
     assert rules.downlink_noise_std == 0
     terms = NbAFLTerms(clip_norm=2.0, epsilon=3.0, delta=1e-3, min_records=20, num_records=31, num_replies=ROUNDS).terms()
     assert rules.uplink_noise_std == terms.release.noise_scale
-    assert strategy.statement.paper is None
+    assert strategy.statement.paper_epsilon is None
 
 
 @pytest.mark.parametrize(
@@ -203,8 +203,8 @@ def test_the_forecast_is_the_statement_of_the_run(method, sampling):
 def test_the_forecast_ends_where_the_run_will_and_counts_the_most_replies_of_a_client():
     strategy = DPFedAvg(**COMMON, noise_multiplier=4.0, sampling=FullSampling(), target_epsilon=2.0)
     found = forecast(strategy, num_rounds=50, names=NAMES)
-    assert 0 < found.num_rounds < 50
+    assert 0 < found.num_charged_rounds < 50
     assert found.epsilon <= 2
     drawn = NbAFL(**PROVED, cohort_size=8)
     found = forecast(drawn, num_rounds=ROUNDS, names=NAMES)
-    assert (found.num_rounds, found.clients.maximum > 0.99 * 3) == (ROUNDS, True)
+    assert (found.num_charged_rounds, found.clients.maximum > 0.99 * 3) == (ROUNDS, True)

@@ -58,7 +58,7 @@ def test_sparse_messages_carry_the_share_that_is_charged():
 def test_dropouts_pass_no_target(sampling):
     grid = LocalGrid(still_app(6), 6, tamper=lambda node, reply: [] if node <= 2 else [reply])
     words = WORDS | {"noise_multiplier": 5.0, "sampling": sampling, "num_clients": 6}
-    strategy = DPFedSAM(**words, target_epsilon=2.0, trusted_server=False)
+    strategy = DPFedSAM(**words, target_epsilon=2.0, server_completes_noise=False)
     strategy.start(grid, model_arrays(still_model()), num_rounds=90)
     assert 1 < len(strategy.rounds) < 90
     assert 1.5 < strategy.statement.epsilon <= 2.0
@@ -80,10 +80,10 @@ def test_central_top_k_keeps_the_largest_of_the_noised_mean():
     ("own", "num_bytes", "words"),
     [
         # A tenth of 4,000 values of 4 bytes, and the smaller of a bit a coordinate and 2 bytes an index.
-        ({"keep_ratio": 0.1}, (400 * 4 + 500, 400 * 4 + 500), "what it sends is top-k of it"),
+        ({"keep_ratio": 0.1}, (400 * 4 + 500, 400 * 4 + 500), "its message is top-k of it"),
         # Some 50 coordinates are not 0, 7 more or less: far less than the 1.7 bits of any.
-        ({"quantization_levels": 1}, (1, 300), "what it sends is a random quantisation (1 levels above 0) of it"),
-        ({"keep_ratio": 0.1, "quantization_levels": 3}, (1, 300), "top-k and a random quantisation (3 levels above 0)"),
+        ({"quantization_levels": 1}, (1, 300), "its message is a random quantization (1 levels above 0) of it"),
+        ({"keep_ratio": 0.1, "quantization_levels": 3}, (1, 300), "top-k and a random quantization (3 levels above 0)"),
     ],
     ids=["top-k", "levels", "both"],
 )
@@ -100,10 +100,11 @@ def test_lossy_messages_are_small_and_rest_on_each_clients_own_share(own, num_by
     event = SelfComposedDpEvent(GaussianDpEvent(0.8 / math.sqrt(4)), 4)
     expected = accounting.epsilon(event, delta=1e-3, relation="add-or-remove-one").epsilon
     assert strategy.statement.epsilon == pytest.approx(expected)
-    assert not strategy.statement.paper.valid
-    assert "not post-processing" in strategy.statement.paper.reason
-    assert words in str(strategy.statement)
-    assert "known to nobody" not in str(strategy.statement)
+    assert not strategy.statement.paper_epsilon.valid
+    assert "not post-processing" in strategy.statement.paper_epsilon.reason
+    text = " ".join(str(strategy.statement).split())
+    assert words in text
+    assert "learns a round's cohort" not in text
 
 
 # The ledger
@@ -116,7 +117,7 @@ def test_without_noise_the_statement_says_not_private():
     strategy = DPFedAvg(**WORDS | {"noise_multiplier": 0, "num_clients": 2})
     strategy.start(LocalGrid(stock_app(shifted(lambda node: 1.0)), 2), arrays(**ZEROS), num_rounds=1)
     assert strategy.statement.epsilon == math.inf
-    assert strategy.statement.to_dict()["epsilon"] is None
+    assert strategy.statement.to_dict()["guarantee"]["epsilon"] is None
     assert "NOT PRIVATE" in str(strategy.statement)
 
 
@@ -134,9 +135,12 @@ def test_a_model_that_would_leave_the_range_of_its_dtype_is_left_out():
     [
         ({"clip_norm": True}, "clip_norm=True: must be a finite number > 0"),
         ({"min_reply_ratio": 0.5}, "min_reply_ratio=0.5: is read with"),
-        ({"min_reply_ratio": 1.1, "trusted_server": False}, "min_reply_ratio=1.1"),
-        ({"trusted_server": "no"}, "trusted_server='no': must be True or False"),
-        ({"placement": "central", "trusted_server": False}, "trusted_server=False: is read with placement='distributed' only"),
+        ({"min_reply_ratio": 1.1, "server_completes_noise": False}, "min_reply_ratio=1.1"),
+        ({"server_completes_noise": "no"}, "server_completes_noise='no': must be True or False"),
+        (
+            {"placement": "central", "server_completes_noise": False},
+            "server_completes_noise=False: is read with placement='distributed' only",
+        ),
         ({"placement": "central", "quantization_levels": 2}, "quantization_levels=2: is read with placement='distributed' only"),
         ({"quantization_levels": 0}, "quantization_levels=0"),
         (
@@ -154,12 +158,12 @@ def test_nonsense_is_refused(arguments, message):
 @pytest.mark.parametrize("strategy_class", [DPFedAvg, FedSMP], ids=["dp-fedavg", "fed-smp"])
 def test_placement_means_the_same_for_every_noised_sum(strategy_class, trusted):
     arguments = WORDS | {"sampling": PoissonSampling(sampling_rate=0.5), "num_clients": 20, "placement": "distributed"}
-    arguments |= {"trusted_server": trusted} | ({} if trusted else {"min_reply_ratio": 0.5})
+    arguments |= {"server_completes_noise": trusted} | ({} if trusted else {"min_reply_ratio": 0.5})
     made, sam = strategy_class(**arguments), DPFedSAM(**arguments)
     assert made.rules.noise == sam.rules.noise
     for strategy in (made, sam):
         charge(strategy, [f"client-{number}" for number in range(8)])
     said, other = made.statement, sam.statement
-    assert (said.epsilon, said.adversary, said.assumptions) == (other.epsilon, other.adversary, other.assumptions)
+    assert (said.epsilon, said.protected_against, said.assumptions) == (other.epsilon, other.protected_against, other.assumptions)
     assert said.adversaries == other.adversaries
     assert made.rules.about.stock_refusal is not None

@@ -147,7 +147,7 @@ def test_bytes_per_client_are_told_whatever_the_hosting():
         torch.testing.assert_close(model, answer[0][1], rtol=1e-5, atol=1e-6)
 
 
-def test_the_quantisers_draws_are_secret():
+def test_the_quantizers_draws_are_secret():
     """Without noise, and with one public seed, two runs differ: all that is drawn at random is drawn anew."""
     models = []
     for _ in range(2):
@@ -157,7 +157,7 @@ def test_the_quantisers_draws_are_secret():
     assert not torch.equal(*models)
 
 
-def test_an_honest_quantised_row_is_never_refused_and_a_longer_one_is():
+def test_an_honest_quantized_row_is_never_refused_and_a_longer_one_is():
     strategy, recipe = pair(quantization_levels=1)
     start(strategy, grid_of(recipe, IMAGES, model=logistic), 3, model=logistic)
     assert [report.replies for report in strategy.rounds] == [4, 4, 4]
@@ -204,8 +204,8 @@ def test_the_number_of_replies_follows_the_rounds(sampling):
 @pytest.mark.parametrize("sensitivity", SENSITIVITIES)
 def test_the_statement_names_the_sensitivity(sensitivity):
     strategy, _ = pair(steps_of(sensitivity))
-    text = str(strategy.statement)
-    assert f"sensitivity of an update by {sensitivity!r}" in text
+    text = " ".join(str(strategy.statement).split())
+    assert f"The sensitivity of an update is proved by {sensitivity!r}: " in text
     assert not any(other in text for other in set(SENSITIVITIES) - {sensitivity})
     assert "4 records at random, without replacement" in text
     assert strategy.statement.noise["update_sensitivity_of_round_1"] == steps_of(sensitivity).update_sensitivity(1)
@@ -245,16 +245,18 @@ def test_the_statement_of_the_papers_noise_is_what_all_replies_cost():
     assert statement.epsilon == pytest.approx(cost, rel=2e-3)
     assert statement.epsilon == statement.clients.maximum > 17
     assert strategy.epsilon >= statement.epsilon * (1 - 1e-6)
-    assert not statement.paper.valid
-    assert "was made by this formula for epsilon 10, delta 1e-05 of each reply, which is no budget" in statement.paper.reason
+    assert not statement.paper_epsilon.valid
+    assert (
+        "was made by this formula for epsilon 10, delta 1e-05 of each reply, which is no budget" in statement.paper_epsilon.reason
+    )
 
 
 def test_an_account_of_one_calibration_does_not_pay_for_the_other():
     both: dict[str, Any] = {"steps": steps_of(), "epsilon": 8.0, "delta": 1e-5, "num_replies": 3, "num_records": 8}
     budget, papers = (update_terms(**both, calibration=one) for one in ("exact", "paper"))
     for opened, later in ((budget, papers), (papers, budget)):
-        assert later.why_not(0, opened.text).public == "its account was opened on other terms"
-        assert opened.why_not(0, opened.text) is None
+        assert later.refusal_reason(0, opened.text).public == "its account was opened on other terms"
+        assert opened.refusal_reason(0, opened.text) is None
 
 
 def test_the_papers_formula_and_its_limits():

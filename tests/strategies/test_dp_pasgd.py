@@ -12,7 +12,7 @@ from torch import nn
 from flower_dp.clients import DPPASGDRecipe, FlatModel, TensorRecords, model_arrays
 from flower_dp.clients import dp_pasgd as client_side
 from flower_dp.clients.reply.parts import RecordClip, RowClip, StepNoise
-from flower_dp.core.steps import StepSchedule
+from flower_dp.core.step_schedule import StepSchedule
 from flower_dp.planning.dp_pasgd import plan
 from flower_dp.privacy.dp_pasgd import step_terms
 from flower_dp.strategies import DPPASGD
@@ -59,8 +59,8 @@ def test_the_terms_sensitivity_is_reached_and_not_passed():
     apart = torch.linalg.vector_norm(row_of(recipe, up, model=lambda: model) - row_of(recipe, down, model=lambda: model)) / 0.25
     release = recipe.terms("c0", up).release
     assert release.sensitivity == 1.0
-    assert float(apart) == pytest.approx(release.sensitivity / release.expected_cohort, rel=1e-5)
-    assert float(apart) <= release.sensitivity / release.expected_cohort * (1 + 1e-6)
+    assert float(apart) == pytest.approx(release.sensitivity / release.expected_cohort_size, rel=1e-5)
+    assert float(apart) <= release.sensitivity / release.expected_cohort_size * (1 + 1e-6)
 
 
 class Remembering(nn.Linear):
@@ -90,7 +90,7 @@ def test_weights_beyond_float32_are_no_reply():
     strategy, _ = pair(learning_rate=1e39)
     with pytest.raises(RuntimeError, match="training failed; the node"):
         start(strategy, grid_of(recipe, FOUR), 2)
-    assert strategy.statement.num_rounds == 2
+    assert strategy.statement.num_charged_rounds == 2
 
 
 # Batches
@@ -148,7 +148,7 @@ def test_the_denominator_is_the_public_batch_size(batch_sampling):
 
 def test_fewer_records_than_a_batch_are_refused():
     recipe = DPPASGDRecipe(**WORDS | {"batch_size": {"c0": 4, "c1": 9}})
-    assert recipe.terms("c0", FOUR["c0"]).release.expected_cohort == 4
+    assert recipe.terms("c0", FOUR["c0"]).release.expected_cohort_size == 4
     with pytest.raises(ValueError, match="batch_size=9: must be at most the number of records, 8"):
         recipe.terms("c1", FOUR["c1"])
     with pytest.raises(ValueError, match="batch_size: has no value for client 'c2'"):
@@ -239,10 +239,13 @@ def test_nonsense_is_refused_on_both_sides(arguments, message):
     [
         ({"batch_sampling": "poisson"}, "num_records=None: must be the public data sizes"),
         ({"batch_size": [4, 4]}, "batch_size: has 2 values"),
-        ({"best_by": "auc"}, "best_by='auc': must be the name of a metric that ends in loss or accuracy"),
+        ({"best_model_metric": "auc"}, "best_model_metric='auc': must be the name of a metric that ends in loss or accuracy"),
         ({"cost_per_step": -1.0}, "cost_per_step=-1.0"),
-        ({"max_cost": 10.0}, "max_cost=10.0: needs cost_per_aggregation or cost_per_step above 0"),
-        ({"max_cost": 11.9, "cost_per_step": 1, "cost_per_aggregation": 10}, "must pay for one round, which costs a device 12"),
+        ({"max_resource_cost": 10.0}, "max_resource_cost=10.0: needs cost_per_aggregation or cost_per_step above 0"),
+        (
+            {"max_resource_cost": 11.9, "cost_per_step": 1, "cost_per_aggregation": 10},
+            "must pay for one round, which costs a device 12",
+        ),
     ],
 )
 def test_nonsense_is_refused_before_any_client_is_asked(arguments, message):
@@ -255,7 +258,7 @@ def test_terms_of_different_numbers_of_steps_in_a_reply_differ_where_nothing_els
     arguments = TERMS | {"epsilon": math.inf}
     one, ten = (step_terms(**arguments | {"num_local_steps": tau}, num_steps=20 * tau) for tau in (1, 10))
     assert (one.num_replies, one.release) == (ten.num_replies, ten.release)
-    assert one.kind != ten.kind
+    assert one.fingerprint != ten.fingerprint
 
 
 # The server
@@ -270,7 +273,7 @@ def test_poisson_batches_run_on_public_sizes():
     statement = strategy.statement
     assert 0.98 * 0.5 < statement.epsilon <= 0.5
     assert statement.accountant == "pld"
-    assert statement.paper.epsilon > 1
+    assert statement.paper_epsilon.epsilon > 1
 
 
 def test_honest_rows_are_never_too_long_and_longer_ones_are_refused():
@@ -313,27 +316,27 @@ def evaluation(numbers, name="loss"):
     ],
 )
 def test_the_result_is_the_best_model_by_the_servers_evaluation_else_the_last(numbers, name, best):
-    strategy, recipe = pair(server={"best_by": name, "num_clients": 1})
+    strategy, recipe = pair(server={"best_model_metric": name, "num_clients": 1})
     evaluate, shown = evaluation(numbers, name)
     grid = grid_of(recipe, {"c0": FOUR["c0"]})
     result = strategy.start(grid, model_arrays(linear()), num_rounds=3, evaluate_fn=evaluate)
     bytes_of = [[value.numpy().tobytes() for value in arrays.values()] for arrays in (*shown, result.arrays)]
     assert bytes_of[-1] == bytes_of[3 if best is None else best]
     assert len({*map(tuple, bytes_of)}) == 4  # training has gone on from the last model, not from the best
-    said = str(strategy.statement)
+    said = " ".join(str(strategy.statement).split())
     if best is None:
         assert "was chosen" not in said
     else:
         which, many = f"of round {best}" if best else "the initial one", sum(n is not None and math.isfinite(n) for n in numbers)
-        assert f"the resulting model, {which}, was chosen out of {many} by its {name}" in said
-        assert "choosing by public data costs nothing" in said
+        chosen = f"The final model, {which}, was chosen out of {many} by its {name} on data assumed to be public: such a choice costs nothing."
+        assert chosen in said
 
 
 def test_an_evaluation_without_the_number_that_decides_is_refused_before_anything_is_charged():
     strategy, recipe = pair()
     grid = grid_of(recipe, FOUR)
     evaluate, _ = evaluation([1.0], "auc")
-    with pytest.raises(ValueError, match="evaluate_fn: returns auc; must have best_by='loss'"):
+    with pytest.raises(ValueError, match="evaluate_fn: returns auc; must have best_model_metric='loss'"):
         strategy.start(grid, model_arrays(linear()), num_rounds=3, evaluate_fn=evaluate)
     assert not grid.received
 
@@ -341,11 +344,11 @@ def test_an_evaluation_without_the_number_that_decides_is_refused_before_anythin
 # Two budgets
 
 PRIVACY = "the privacy budget is spent: num_steps=6, all of them charged"
-RESOURCES = "the resource budget is spent: a device has spent {}, and one more round would make that {} of max_cost={}"
+RESOURCES = "the resource budget is spent: a device has spent {}, and one more round would make that {} of max_resource_cost={}"
 
 
 @pytest.mark.parametrize(
-    ("max_cost", "num_rounds", "rounds", "why"),
+    ("max_resource_cost", "num_rounds", "rounds", "why"),
     [
         (26.0, 3, 2, RESOURCES.format(26, 39, 26)),
         (39.0, 4, 3, f"{PRIVACY} and {RESOURCES.format(39, 52, 39)}"),
@@ -353,12 +356,12 @@ RESOURCES = "the resource budget is spent: a device has spent {}, and one more r
         (52.0, 3, 3, None),
     ],
 )
-def test_a_run_ends_before_the_round_that_would_pass_either_budget_and_says_which(max_cost, num_rounds, rounds, why):
+def test_a_run_ends_before_the_round_that_would_pass_either_budget_and_says_which(max_resource_cost, num_rounds, rounds, why):
     """The reply of the first device never arrives, and costs what the others do."""
-    strategy, recipe = pair(server={"cost_per_aggregation": 10.0, "cost_per_step": 1.5, "max_cost": max_cost})
+    strategy, recipe = pair(server={"cost_per_aggregation": 10.0, "cost_per_step": 1.5, "max_resource_cost": max_resource_cost})
     grid = grid_of(recipe, FOUR, tamper=lambda node, reply: [] if node == 1 else [reply])
     result = strategy.start(grid, model_arrays(linear()), num_rounds=num_rounds)
-    assert len(strategy.rounds) == strategy.statement.num_rounds == rounds
+    assert len(strategy.rounds) == strategy.statement.num_charged_rounds == rounds
     assert len(grid.received) == 3 * rounds
     ended = [line for line in strategy.statement.incidents if line.startswith("ended before round")]
     assert [line.partition(";")[0] for line in ended] == ([f"ended before round {rounds + 1}: {why}"] if why else [])
@@ -367,8 +370,8 @@ def test_a_run_ends_before_the_round_that_would_pass_either_budget_and_says_whic
     assert [report.public()["cost-per-device"] for report in strategy.rounds] == spent
     assert [record["cost-per-device"] for record in result.train_metrics_clientapp.values()] == spent
     assert strategy.rules.costs(strategy.charges) == dict.fromkeys(FOUR, spent[-1])
-    (line,) = [line for line in strategy.statement.incidents if line.startswith("resources:")]
-    assert line.startswith(f"resources: a device spent at most {spent[-1]:g}")
+    (line,) = [line for line in strategy.statement.incidents if line.startswith("Resources:")]
+    assert line.startswith(f"Resources: a device spent at most {spent[-1]:g}")
     assert line.endswith(f"for {rounds} aggregations at 10 and {2 * rounds} local steps at 1.5")
 
 
@@ -382,13 +385,13 @@ def test_the_planners_answer_can_be_run_as_it_is():
     answer = plan(PROBLEM)
     shared = {key: PROBLEM[key] for key in ("epsilon", "delta", "learning_rate", "batch_size", "clip_norm")}
     shared |= {"num_steps": answer["num_steps"], "num_local_steps": answer["steps_per_round"], "calibration": "zcdp"}
-    prices = {key: PROBLEM[key] for key in ("cost_per_aggregation", "cost_per_step", "max_cost")}
+    prices = {key: PROBLEM[key] for key in ("cost_per_aggregation", "cost_per_step", "max_resource_cost")}
     strategy, recipe = DPPASGD(**shared, **prices, num_clients=4), DPPASGDRecipe(**shared)
     start(strategy, grid_of(recipe, FOUR), answer["num_rounds"])
     assert len(strategy.rounds) == answer["num_rounds"] > 1
     assert not any(line.startswith("ended") for line in strategy.incidents)
     assert strategy.rounds[-1].numbers["cost-per-device"] == answer["cost"]
     statement = strategy.statement
-    assert statement.noise["least_noise_std_of_a_mean_gradient"] == pytest.approx(answer["noise_std"], rel=1e-12)
-    assert statement.paper.epsilon == pytest.approx(answer["epsilon"], rel=1e-9)
+    assert statement.noise["min_noise_std_of_a_mean_gradient"] == pytest.approx(answer["noise_std"], rel=1e-12)
+    assert statement.paper_epsilon.epsilon == pytest.approx(answer["epsilon"], rel=1e-9)
     assert statement.epsilon == pytest.approx(answer["epsilon_tight"], rel=1e-6)

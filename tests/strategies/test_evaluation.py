@@ -89,7 +89,7 @@ def charged(strategy, first, last):
     """Charge rounds and their evaluations, without running them; return how many rounds the target has allowed."""
     names, rules = [f"c{number:02}" for number in range(40)], strategy.rules
     for number in range(first, last + 1):
-        if rules.why_stop(strategy.state, number, None):
+        if rules.stop_reason(strategy.state, number, None):
             break
         charge(strategy, names)
         if rules.evaluation.due(strategy.charges, number):
@@ -144,7 +144,7 @@ def test_noise_is_of_the_right_scale_and_a_wrong_one_is_rejected(placement, mod)
     draws = []
     for server_round in range(1, 401):
         if placement == "distributed" or server_round == 1:  # else clients add none
-            drawn = session.drawn(made, known_clients, server_round)
+            drawn = session.draw_cohort(made, known_clients, server_round)
             sent = {"model": model, "known_clients": known_clients, "arrays": flat(), "config": {}, "grid": grid}
             messages = session.ask(made, server_round, drawn, size=made.length, **sent)
             now, collected = session.total(made, grid.send_and_receive(messages))
@@ -384,7 +384,7 @@ def asks_of(strategy, grid):
 
 @pytest.mark.parametrize(("trusted", "shares"), [(True, 40), (False, 30)])
 def test_where_clients_add_their_shares_they_add_them_to_evaluations_as_well(trusted, shares):
-    strategy, grid, _ = constant(DPFedSAM, placement="distributed", trusted_server=trusted, noise_multiplier=2.0)
+    strategy, grid, _ = constant(DPFedSAM, placement="distributed", server_completes_noise=trusted, noise_multiplier=2.0)
     for asked in asks_of(strategy, grid):
         assert (asked["placement"], asked["noise_std"]) == ("distributed", pytest.approx(2.0 / math.sqrt(shares)))
 
@@ -392,7 +392,7 @@ def test_where_clients_add_their_shares_they_add_them_to_evaluations_as_well(tru
 def test_an_evaluation_has_the_shares_of_whole_messages_whatever_training_sends():
     few = PoissonSampling(sampling_rate=0.1)  # with coarse messages the shares would be those of the 4 expected clients
     strategy, _, _ = constant(DPFedSAM, placement="distributed", keep_ratio=0.5, noise_multiplier=2.0, sampling=few)
-    assert strategy.rules.evaluation.noise.share(4) == pytest.approx(2.0 / math.sqrt(few.largest_cohort(40)))
+    assert strategy.rules.evaluation.noise.share_std(4) == pytest.approx(2.0 / math.sqrt(few.max_cohort_size(40)))
 
 
 def asked(names=("c01",), **arguments):
@@ -429,7 +429,7 @@ def test_a_run_that_is_not_private_states_no_part_that_is():
     strategy, grid, _ = constant(num_metrics=1, noise_seed=1)
     strategy.start(grid, flat(), num_rounds=1)
     assert not strategy.statement.private
-    assert strategy.statement.parts == {}
+    assert strategy.statement.epsilon_by_release == {}
 
 
 def test_what_clients_are_promised_is_the_noise_of_the_plan():
@@ -440,7 +440,7 @@ def test_what_clients_are_promised_is_the_noise_of_the_plan():
 def test_too_few_replies_without_a_trusted_server_tell_nothing():
     """Nobody tops up the noise of missing clients: 29 of 40 have less than was charged."""
     for silent, reported in ((11, False), (10, True)):
-        arguments = {"placement": "distributed", "trusted_server": False}
+        arguments = {"placement": "distributed", "server_completes_noise": False}
         strategy, like, _ = constant(DPFedSAM, nodes=40, noise_multiplier=0.01, **arguments)
         grid = Changed(like.app, 40)
         grid.change = lambda reply, silent=silent: reply.metadata.src_node_id > silent
@@ -471,9 +471,9 @@ def test_the_statement_says_that_evaluating_cohorts_are_secret():
     strategy, grid, _ = constant(num_metrics=1, sampling=PoissonSampling(sampling_rate=0.5), noise_multiplier=4.0)
     strategy.start(grid, flat(), num_rounds=1)
     statement = strategy.statement
-    told = "who evaluates is known to nobody who is protected against, nor how many do: not from logs or timing either"
+    told = "No outsider or participant learns who evaluates or how many do, whether from logs, from timing or otherwise."
     assert told in statement.assumptions
-    assert all("who took part in training" in one.sees for one in statement.adversaries if one.name == "outsiders")
+    assert all("who took part in training" in one.view for one in statement.adversaries if one.name == "outsiders")
 
 
 # cost
@@ -509,9 +509,9 @@ def test_epsilon_is_that_of_training_and_evaluations_together():
 
     statement = strategy.statement
     assert statement.epsilon == pytest.approx(cost(training, evaluations))
-    assert statement.parts == pytest.approx({"training": cost(training), "evaluation": cost(evaluations)})
-    assert "Each part alone: training " in str(statement)
-    assert not statement.paper.valid
+    assert statement.epsilon_by_release == pytest.approx({"training": cost(training), "evaluation": cost(evaluations)})
+    assert "Each release alone: training " in str(statement)
+    assert not statement.paper_epsilon.valid
 
 
 def test_the_servers_own_view_counts_evaluations_too():
@@ -573,7 +573,7 @@ def test_plans_that_make_no_sense_are_refused(arguments, match):
     ("policy", "match"),
     [
         ({"allow_evaluation": False}, "an evaluation: this client's policy has allow_evaluation=False"),
-        ({"min_evaluation_noise_std": 0.5}, "noise_std=0.4 of an evaluation: this client's policy asks for 0.5"),
+        ({"min_evaluation_noise_std": 0.5}, "noise_std=0.4 of an evaluation: this client's policy requires at least 0.5"),
         ({"min_evaluation_noise_multiplier": 3.0}, "noise_multiplier=2 of an evaluation"),
         ({"max_clip_norm": 1.0, "min_noise_std": 0.5}, "noise_std=0.4 of an evaluation"),
         ({"min_evaluation_noise_std": 0.4, "min_evaluation_noise_multiplier": 2.0}, None),
@@ -590,7 +590,7 @@ def test_a_device_may_insist_on_its_own_share_of_an_evaluations_noise_or_refuse_
 
 def test_a_rounds_line_has_its_evaluation_and_its_cost():
     """What a round costs is known when its cohort is drawn."""
-    arguments = {"placement": "distributed", "trusted_server": False, "sampling": PoissonSampling(sampling_rate=0.9)}
+    arguments = {"placement": "distributed", "server_completes_noise": False, "sampling": PoissonSampling(sampling_rate=0.9)}
     arguments |= {"noise_multiplier": 2.0}
     plan = {"noise_multiplier": 2.0, "every": 2, "strategy_class": DPFedSAM}
     strategy, _, _ = run(*APPS["ours, 10 a node"], num_rounds=2, arguments=arguments, **plan)
@@ -607,7 +607,7 @@ def test_a_rounds_line_has_its_evaluation_and_its_cost():
 def test_why_an_evaluation_was_left_out_is_logged(caplog):
     with caplog.at_level("WARNING", "flwr"):
         strategy, *_ = run(client_app(lambda context: own(context, metrics=lambda *_: {"loss": 1.0})), 40, "accuracy")
-    assert "the evaluation of round 1 was left out" in caplog.text
+    assert "The evaluation of round 1 was left out" in caplog.text
     (said,) = (line for line in strategy.statement.incidents if "evaluation" in line)  # it is charged, and shows no value
     assert said.startswith("the evaluation of round 1 was charged, and released nothing: about ")
     assert "training failed; the node's own log says why" in caplog.text.partition("was left out")[2]

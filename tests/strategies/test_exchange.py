@@ -14,10 +14,10 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Message, RecordDict
 from flower_dp import wire
 from flower_dp.core.sampling import FullSampling
 from flower_dp.strategies import DPFedAvg
-from flower_dp.strategies.exchange import Asked, Letter, More
-from flower_dp.strategies.releases.limits import Limits
-from flower_dp.strategies.releases.release import Round
-from flower_dp.strategies.releases.replies import Collected, collect
+from flower_dp.strategies.exchange import Letter, More, PendingRound
+from flower_dp.strategies.releases.limits import ReplyLimits
+from flower_dp.strategies.releases.release import RoundRequest
+from flower_dp.strategies.releases.replies import CollectedReplies, collect
 from tests.grids import LocalGrid
 
 
@@ -29,7 +29,7 @@ def naming(message, node):
 def reply_to(message, node, row, metrics=None, encoded=None):
     header = {"encoding": "dense", "length": row if encoded else row.size}
     size = 4 * header["length"]
-    answer = wire.Answer(refused={}, payload=header, seeded_noise=False, metrics=metrics or {}, payload_bytes=size)
+    answer = wire.ReplyHeader(refused={}, payload=header, seeded_noise=False, metrics=metrics or {}, payload_bytes=size)
     array = Array(row) if encoded is None else Array(dtype="float32", shape=(row,), stype="numpy.ndarray", data=encoded)
     answered = ConfigRecord({wire.KEY: answer.to_json(asked=[f"c{node}"])})
     return Message(RecordDict({"payload": ArrayRecord({"0": array}), "answer": answered}), reply_to=message)
@@ -83,7 +83,7 @@ def test_the_order_of_replies_changes_nothing(step):
         vars(message.metadata)["_message_id"] = str(node)
         row = (rng.standard_normal(50) * 10.0 ** rng.integers(-12, 9, 50)).astype(np.float32)
         replies.append(reply_to(message, node, row, metrics={"loss": float(rng.standard_normal())}))
-    limits = Limits(length=50, step=step, honest_norm=lambda names: 1e12)
+    limits = ReplyLimits(length=50, step=step, honest_norm=lambda names: 1e12)
     asked, sent = {node: (f"c{node}",) for node in nodes}, [message.metadata for message in messages.values()]
     first = collect(replies[:-1], asked=asked, sent=sent, limits=limits, stock=None)
     for seed in range(5):
@@ -93,7 +93,7 @@ def test_the_order_of_replies_changes_nothing(step):
         assert again.total.tobytes() == first.total.tobytes()
         assert (again.clients, again.metrics, again.refused) == (first.clients, first.metrics, first.refused)
     assert len(first.clients) == 39
-    assert first.missing.silent == 1
+    assert first.missing.no_reply == 1
 
 
 # Three stages
@@ -105,14 +105,14 @@ STEP = 2.0**-12
 class Masked:
     """Three stages as in secure aggregation: seeds of masks, masked rows modulo 2^32, and the masks of those that sent no row."""
 
-    def messages(self, now: Round, letter: Letter) -> Iterable[Message]:
+    def messages(self, now: RoundRequest, letter: Letter) -> Iterable[Message]:
         return [self.ask(now, node, {"stage": "seed"}) for node in now.asked]
 
     def ask(self, now, node, words):
         return Message(RecordDict({"stage": ConfigRecord(words)}), node, "query", group_id=str(now.server_round))
 
-    def total(self, asked: Asked, replies: Iterable[Message], more: More, *, seeded: bool) -> Collected:
-        now, collected = asked.now, Collected(total=np.zeros(asked.limits.length), seeded=seeded)
+    def total(self, asked: PendingRound, replies: Iterable[Message], more: More, *, seeded: bool) -> CollectedReplies:
+        now, collected = asked.now, CollectedReplies(total=np.zeros(asked.limits.length), seeded=seeded)
         seeds = {reply.metadata.src_node_id: reply.content["stage"]["seed"] for reply in replies if reply.has_content()}
         second = []
         for node in seeds:
@@ -127,8 +127,8 @@ class Masked:
         third = [self.ask(now, node, {"stage": "unmask", "nodes": rows}) for node in rows]
         for reply in more(third):
             total -= reply.content["payload"]["0"].numpy()
-        centred = (total + MODULUS // 2) % MODULUS - MODULUS // 2
-        return dataclasses.replace(collected, total=centred * STEP, clients=[name for node in rows for name in now.asked[node]])
+        centered = (total + MODULUS // 2) % MODULUS - MODULUS // 2
+        return dataclasses.replace(collected, total=centered * STEP, clients=[name for node in rows for name in now.asked[node]])
 
 
 class Party(LocalGrid):
@@ -179,7 +179,7 @@ def test_an_exchange_of_three_stages_gives_the_sum_and_is_charged_once_a_round(o
     np.testing.assert_allclose(model, 2 * sum(round(node * 0.01 / STEP) * STEP for node in (1, 2, 3, 4)) / 4, atol=1e-5)
     assert [stage[:2] for stage in grid.stages] == [("seed", 4), ("row", 4), ("unmask", 4)] * 2
     assert grid.charged == [1, 1, 1, 2, 2, 2]
-    assert strategy.statement.num_rounds == 2
+    assert strategy.statement.num_charged_rounds == 2
     if not own_loop:  # the stages of a round share its time
         times = [left for *_, left in grid.stages]
         assert 60 >= times[0] > times[1] > times[2] > 0
@@ -209,7 +209,7 @@ def test_every_entry_of_a_long_vector_is_added_once_and_clipped_as_a_whole(clip_
     """It is added in blocks."""
     vector = np.random.default_rng(3).standard_normal(2**16 + 7)
     total = np.ones(vector.size)
-    limits = Limits(length=vector.size, clip_norm=clip_norm, step=2.0**-20, honest_norm=lambda names: 1e3)
+    limits = ReplyLimits(length=vector.size, clip_norm=clip_norm, step=2.0**-20, honest_norm=lambda names: 1e3)
     limits.add(total, vector, ("a", "b"))
     norm = np.linalg.norm(vector) if clip_norm is None else 2 * clip_norm  # of two clients
     expected = vector * (norm / np.linalg.norm(vector))

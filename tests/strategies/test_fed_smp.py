@@ -12,14 +12,14 @@ from torch import nn
 
 from flower_dp import wire
 from flower_dp.clients import model_arrays
-from flower_dp.clients.reasons import Declined
+from flower_dp.clients.refusal_messages import Declined
 from flower_dp.clients.reply.parts import Mask
 from flower_dp.core.compression import decode
 from flower_dp.core.noise import lattice_step
 from flower_dp.core.sampling import FullSampling, PoissonSampling
 from flower_dp.strategies import DPFedSAM, FedSMP
 from flower_dp.strategies.releases.masks import LargestMasks
-from flower_dp.wire import Answer, Ask, Instruction, RoundMask, SentMask
+from flower_dp.wire import Instruction, ReleaseRequest, ReplyHeader, RoundMask, SentMask
 from tests.asks import ask, config_of, forged, masked
 from tests.clients.test_client import _client, _records
 from tests.closed_forms import assert_std
@@ -30,24 +30,24 @@ SIZE, KEPT = 40_000, 20_000
 WORDS: dict[str, Any] = {"clip_norm": 0.5, "noise_multiplier": 0.8, "sampling": FullSampling(), "num_clients": 4, "delta": 1e-3}
 
 
-def masked_ask(*, size: int = SIZE, keep_ratio: float = 0.5, seed: int = 11, **changes: Any) -> Ask:
+def masked_ask(*, size: int = SIZE, keep_ratio: float = 0.5, seed: int = 11, **changes: Any) -> ReleaseRequest:
     arguments = {"placement": "distributed", "noise_std": 0.5}
     return masked(size=size, keep_ratio=keep_ratio, seed=seed, **arguments | changes)
 
 
-def coordinates(asked: Ask, size: int) -> np.ndarray:
+def coordinates(asked: ReleaseRequest, size: int) -> np.ndarray:
     assert asked.mask is not None
     return asked.mask.indices(size)
 
 
-def instruction(names: tuple[str, ...], asked: Ask) -> Instruction:
+def instruction(names: tuple[str, ...], asked: ReleaseRequest) -> Instruction:
     return Instruction(server_round=1, method="fed-smp", clients=names, ask=asked)
 
 
-def fit(client: Any, names: tuple[str, ...], asked: Ask) -> tuple[np.ndarray, Answer]:
+def fit(client: Any, names: tuple[str, ...], asked: ReleaseRequest) -> tuple[np.ndarray, ReplyHeader]:
     size = client.model.layout.size
     arrays, _, answer = client.fit([np.zeros(size, np.float32)], config_of(instruction(names, asked)))
-    read = Answer.from_json(answer[wire.KEY], names)
+    read = ReplyHeader.from_json(answer[wire.KEY], names)
     return decode(wire.payload_of(ArrayRecord(arrays), read.payload, size), size, mask=coordinates(asked, size)), read
 
 
@@ -101,7 +101,7 @@ def test_the_order_and_the_client_draw_one_mask() -> None:
 def test_a_payload_under_another_mask_is_refused() -> None:
     client, names = _client({"a": _records(np.ones(100))}), ("a",)
     arrays, _, answer = client.fit([np.zeros(100, np.float32)], config_of(instruction(names, masked_ask(size=100))))
-    read = Answer.from_json(answer[wire.KEY], names)
+    read = ReplyHeader.from_json(answer[wire.KEY], names)
     payload = wire.payload_of(ArrayRecord(arrays), read.payload, 100)
     with pytest.raises(ValueError, match="mask is not the one of this round"):
         decode(payload, 100, mask=coordinates(masked_ask(seed=12, size=100), 100))
@@ -270,7 +270,7 @@ def test_a_round_that_is_not_released_makes_no_mask() -> None:
     def tamper(node: int, reply: Any) -> list[Any]:
         return [] if len(strategy.rounds) + 1 in silent else [reply]
 
-    strategy = FedSMP(**WORDS, mask="top-k", trusted_server=False)
+    strategy = FedSMP(**WORDS, mask="top-k", server_completes_noise=False)
     models, grid = run(strategy, 4, 3, tamper=tamper)
     assert not np.any(models[2] - models[1])
     change = np.abs(models[1] - models[0])
@@ -313,5 +313,5 @@ def test_a_client_clips_and_noises_under_a_sent_mask_as_under_a_seeded_one() -> 
 @pytest.mark.parametrize("length", [992, 1016])
 def test_a_client_refuses_a_mask_of_another_model(length: int) -> None:
     asked = ask(placement="distributed", size=1, mask=SentMask.of([1], length=length))
-    with pytest.raises(Declined, match="are no mask of a vector with 1000 entries"):
+    with pytest.raises(Declined, match="do not fit a vector with 1000 entries"):
         _client({"a": _records(np.ones(1000))}).fit([np.zeros(1000, np.float32)], config_of(instruction(("a",), asked)))

@@ -95,7 +95,7 @@ def test_a_client_none_of_whose_records_have_a_gradient_replies_with_noise(argum
     assert len(set(row.tolist())) == FEATURES * CLASSES
     assert row.isfinite().all()
     (warning,) = caplog.messages
-    assert warning.startswith("all records count as zero, the reply is noise alone: ")
+    assert warning.startswith("All records count as zero, and the reply is noise alone: ")
     assert "Jane" not in warning
 
 
@@ -204,7 +204,7 @@ def test_the_noised_sum_lies_on_the_lattice(arguments):
     row = one_reply(recipe, flat.vector.clone(), records("c0"), watched, model=flat, rng=np.random.default_rng(1)).row
     local_grids.assert_on_lattice(seen, release, release.lattice_step(FEATURES * CLASSES))
     ((total, drawn, _, _),) = seen
-    np.testing.assert_array_equal(row.numpy(), (-(total + drawn) / release.expected_cohort).astype(np.float32))
+    np.testing.assert_array_equal(row.numpy(), (-(total + drawn) / release.expected_cohort_size).astype(np.float32))
 
 
 # Laplace: the privacy loss
@@ -221,7 +221,7 @@ def test_laplace_privacy_loss_of_worst_swap_is_exactly_the_budget(epsilon, num_r
     distance = float((a - b).abs().sum())
     assert distance == pytest.approx(2 * 0.5 / 8, rel=1e-5)
     release = recipe.terms("c0", up).release
-    scale = release.noise_scale / release.expected_cohort
+    scale = release.noise_scale / release.expected_cohort_size
     assert num_replies * distance / scale <= epsilon
     assert num_replies * distance / scale == pytest.approx(epsilon, rel=1e-5)
     # Real rows, drawn under the one data set: their log-likelihood ratio never exceeds the reply's share, and comes near it. One
@@ -281,7 +281,7 @@ def test_add_or_remove_one_takes_the_public_size_and_replace_one_insists_on_it()
     with pytest.raises(ValueError, match="num_records=None: must be the public data size"):
         FedSGDDPCRecipe(**arguments, relation="add-or-remove-one")
     recipe = FedSGDDPCRecipe(**arguments, relation="add-or-remove-one", num_records=10)
-    assert recipe.terms("c0", records("c0")).release.expected_cohort == 10
+    assert recipe.terms("c0", records("c0")).release.expected_cohort_size == 10
     with pytest.raises(ValueError, match="num_records=10: client 'c0' has 8 records"):
         FedSGDDPCRecipe(**arguments, num_records=10).terms("c0", records("c0"))
 
@@ -295,10 +295,10 @@ def test_add_or_remove_one_takes_the_public_size_and_replace_one_insists_on_it()
 @pytest.mark.slow
 def test_the_papers_gaussian_epsilon_needs_its_constant():
     strategy, recipe = pair(4, **GAUSSIAN)
-    assert strategy.statement.paper is None
+    assert strategy.statement.paper_epsilon is None
     strategy, _ = pair(4, server={"noise_constant": 1.5}, **GAUSSIAN)
     start(strategy, grid_of(recipe, FOUR), 4)
-    paper = strategy.statement.paper
+    paper = strategy.statement.paper_epsilon
     multiplier = recipe.terms("c0", FOUR["c0"]).release.mechanism.noise_multiplier
     # By hand: sigma of the mean is z C / (q n); eps = c2 C sqrt(R log(1/delta)) / (n sigma) = c2 q sqrt(R log(1/delta)) / z.
     assert paper.epsilon == pytest.approx(1.5 * 0.5 * math.sqrt(2 * math.log(1e5)) / multiplier)

@@ -12,15 +12,15 @@ from hypothesis import strategies as st
 
 from flower_dp import wire
 from flower_dp.core.sampling import FullSampling, PoissonSampling
-from flower_dp.privacy.charges import EVERY_CLIENT, Charge, History, Scope
+from flower_dp.privacy.charges import ALL_CLIENTS, Charge, CostScope, History
 from flower_dp.privacy.private_file import LedgerError
 from flower_dp.privacy.store import Store
 from flower_dp.strategies import DPFedAvg, PrivateEvaluation
 from flower_dp.strategies.log import StoreLog
-from flower_dp.strategies.releases.left_out import RoundLeftOut
-from flower_dp.strategies.releases.limits import Limits
-from flower_dp.strategies.releases.planned_cost import PlannedCost
-from flower_dp.strategies.releases.replies import Collected, StockReply, collect
+from flower_dp.strategies.releases.left_out import RoundDiscarded
+from flower_dp.strategies.releases.limits import ReplyLimits
+from flower_dp.strategies.releases.planned_cost import EpsilonPlan
+from flower_dp.strategies.releases.replies import CollectedReplies, StockReply, collect
 from tests.closed_forms import gaussian_epsilon
 from tests.gaps import quickly
 from tests.releases import ask, round_of
@@ -44,7 +44,7 @@ def test_a_target_allows_what_fits_however_often_and_in_whatever_order_it_is_ask
 ):
     """Rounds cost what the plan says, or something else; each is asked for twice, with another event in between."""
     usual = GaussianDpEvent(3.0)
-    plan = PlannedCost(lambda number: SelfComposedDpEvent(usual, number), target_epsilon=target, delta=1e-3, relation=relation)
+    plan = EpsilonPlan(lambda number: SelfComposedDpEvent(usual, number), target_epsilon=target, delta=1e-3, relation=relation)
     plan.plan(planned)
     spent = []
     for multiplier, asked_twice in rounds:
@@ -83,8 +83,8 @@ def test_the_standard_error_is_the_spread_of_the_value(heard, part, bound, metri
     rng = np.random.default_rng(heard)
     for _ in range(400):
         try:
-            found.append(made.result(strategy.state, now, Collected(total=total.copy(), clients=names), rng))
-        except RoundLeftOut:  # the count was too noisy
+            found.append(made.result(strategy.state, now, CollectedReplies(total=total.copy(), clients=names), rng))
+        except RoundDiscarded:  # the count was too noisy
             continue
     std = math.sqrt(metrics + 1) * multiplier
     if len(found) < 400:
@@ -120,7 +120,7 @@ def test_a_reply_may_be_twice_as_large_as_its_numbers_and_no_larger(length, many
         arrays["x"] = Array(np.zeros(size, np.int8))
     reply = Message(RecordDict({"arrays": ArrayRecord(arrays)}), reply_to=message)
     own = StockReply(read=lambda content: np.ones(length)) if stock else None
-    limits = Limits(length=length, clip_norm=1.0, honest_norm=lambda names: 1.0)
+    limits = ReplyLimits(length=length, clip_norm=1.0, honest_norm=lambda names: 1.0)
     found = collect([reply], asked={7: names}, sent=[message.metadata], limits=limits, stock=own)
     taken = wire.content_bytes(reply.content)
     large = taken > fixed + 16 * length
@@ -132,8 +132,8 @@ def test_a_reply_may_be_twice_as_large_as_its_numbers_and_no_larger(length, many
 
 
 def charge(number):
-    words = {"release": "r", "kind": "k", "scope": Scope(unit="client", relation=ADD)}
-    return Charge(**words, number=number, server_round=number, owners=(EVERY_CLIENT,), events=(GaussianDpEvent(3.0),))
+    words = {"release": "r", "fingerprint": "k", "scope": CostScope(unit="client", relation=ADD)}
+    return Charge(**words, number=number, server_round=number, owners=(ALL_CLIENTS,), events=(GaussianDpEvent(3.0),))
 
 
 def test_no_charge_is_taken_twice_or_after_the_end_and_none_is_lost(tmp_path):

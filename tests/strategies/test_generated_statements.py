@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from flower_dp import strategies as methods
 from flower_dp.clients import DPClient, DPFedPAQRecipe, DPPASGDRecipe, FedSGDDPCRecipe, LocalDPClient, NbAFLRecipe, Training
-from flower_dp.core import dp
+from flower_dp.core import dp_events
 from flower_dp.core.sampling import FixedSizeSampling, FullSampling, PoissonSampling, RoundRobinSampling
 from flower_dp.privacy import accounting
 from flower_dp.privacy.dp_fedpaq import FedPAQSteps
@@ -63,17 +63,17 @@ def sum_cases(draw: Any) -> dict[str, Any]:
     }
 
 
-def sum_event(case: dict[str, Any], sampling: Any, multiplier: float, number: int, *, lossy: bool) -> dp.DpEvent | None:
+def sum_event(case: dict[str, Any], sampling: Any, multiplier: float, number: int, *, lossy: bool) -> dp_events.DpEvent | None:
     """What the release of a number costs a client that is in the draw, with this noise; None for nothing."""
-    many, one = len(case["gaps"].sizes), dp.GaussianDpEvent(multiplier)
+    many, one = len(case["gaps"].sizes), dp_events.GaussianDpEvent(multiplier)
     if isinstance(sampling, RoundRobinSampling):
         turns = [math.ceil(rounds * (many - 1) / many) for rounds in (number - 1, number)]
         return one if turns[1] > turns[0] else None
     if lossy or case["placement"] == "untrusted" or isinstance(sampling, FullSampling):
         return one  # adversaries know who takes part
     if isinstance(sampling, PoissonSampling):
-        return dp.PoissonSampledDpEvent(0.6, one)
-    return dp.SampledWithoutReplacementDpEvent(many, many - 1, one)
+        return dp_events.PoissonSampledDpEvent(0.6, one)
+    return dp_events.SampledWithoutReplacementDpEvent(many, many - 1, one)
 
 
 def shares_of(case: dict[str, Any], sampling: Any, drawn: int, *, lossy: bool) -> int:
@@ -96,12 +96,12 @@ def left_of(case: dict[str, Any], sampling: Any, multiplier: float, drawn: int, 
     return multiplier * math.sqrt((shares - known) / shares)
 
 
-def cost_of(events: list[dp.DpEvent | None], case: dict[str, Any]) -> Any:
+def cost_of(events: list[dp_events.DpEvent | None], case: dict[str, Any]) -> Any:
     """The cost of releases: in closed form, where all are plain; else by the accountant."""
     found = [event for event in events if event is not None]
-    if all(isinstance(event, dp.GaussianDpEvent) for event in found):
+    if all(isinstance(event, dp_events.GaussianDpEvent) for event in found):
         return gaussian_epsilon([event.noise_multiplier for event in found], case["relation"], case["delta"])
-    return accounting.epsilon(dp.ComposedDpEvent(found), delta=case["delta"], relation=case["relation"]).epsilon
+    return accounting.epsilon(dp_events.ComposedDpEvent(found), delta=case["delta"], relation=case["relation"]).epsilon
 
 
 def sum_strategy(case: dict[str, Any], **options: Any) -> Any:
@@ -109,7 +109,7 @@ def sum_strategy(case: dict[str, Any], **options: Any) -> Any:
     cls, own = {
         "central": (methods.DPFedAvg, {}),
         "trusted": (methods.DPFedAvg, distributed),
-        "untrusted": (methods.DPFedAvg, distributed | {"trusted_server": False, "min_reply_ratio": case["ratio"]}),
+        "untrusted": (methods.DPFedAvg, distributed | {"server_completes_noise": False, "min_reply_ratio": case["ratio"]}),
         "lossy": (methods.DPFedSAM, distributed | {"keep_ratio": 0.5}),
     }[case["placement"]]
     evaluation = None
@@ -150,24 +150,24 @@ def test_the_statement_of_a_noised_sum_is_that_of_its_rounds_by_hand(case):
         costs["participants"] += [sum_event(case, sampling, z, number, lossy=lossy) for number, z in enumerate(inside, start=1)]
         costs["outsiders"] += [sum_event(case, sampling, z, number, lossy=lossy) for number, z in enumerate(outside, start=1)]
         most = shares_of(case, sampling, len(there.sizes), lossy=lossy)
-        costs["the server"] += [dp.GaussianDpEvent(multiplier / math.sqrt(most))] * len(due)
+        costs["the server"] += [dp_events.GaussianDpEvent(multiplier / math.sqrt(most))] * len(due)
     assert told["participants"].epsilon == pytest.approx(cost_of(costs["participants"], case), rel=1e-6, abs=1e-9)
     assert told["outsiders"].epsilon == pytest.approx(cost_of(costs["outsiders"], case), rel=1e-6, abs=1e-9)
     assert statement.epsilon == told["participants"].epsilon
-    assert told["participants"].noise_std == pytest.approx(case["clip_norm"] * min(kinds[0][0]))
-    assert told["outsiders"].noise_std == pytest.approx(case["clip_norm"] * min(kinds[0][1]))
+    assert told["participants"].lowest_noise_std == pytest.approx(case["clip_norm"] * min(kinds[0][0]))
+    assert told["outsiders"].lowest_noise_std == pytest.approx(case["clip_norm"] * min(kinds[0][1]))
     central = case["placement"] == "central"
     assert told["the server"].epsilon == pytest.approx(
         math.inf if central else cost_of(costs["the server"], case), rel=1e-6, abs=1e-9
     )
     most = shares_of(case, case["sampling"], len(there.sizes), lossy=case["placement"] == "lossy")
     share = 0.0 if central else case["clip_norm"] * case["multipliers"][0] / math.sqrt(most)
-    assert told["the server"].noise_std == pytest.approx(share)
+    assert told["the server"].lowest_noise_std == pytest.approx(share)
     assert statement.epsilon <= strategy.epsilon * (1 + 1e-9) <= 1.5 * statement.epsilon + 0.1
     if case["every"]:
         for part, (_, sampling, _, lossy, _), (inside, _) in zip(("training", "evaluation"), releases, kinds, strict=True):
             alone = cost_of([sum_event(case, sampling, z, number, lossy=lossy) for number, z in enumerate(inside, start=1)], case)
-            assert statement.parts[part] == pytest.approx(alone, rel=1e-6, abs=1e-9)
+            assert statement.epsilon_by_release[part] == pytest.approx(alone, rel=1e-6, abs=1e-9)
     assert any("DELTA IS NO GUARANTEE" in line for line in statement.assumptions) == (case["delta"] * len(there.sizes) >= 1)
     found.assert_unfinished_are_told()
 
@@ -236,21 +236,23 @@ def test_the_statement_of_nbafl_is_that_of_its_broadcasts_by_hand(case):
     for place, name in enumerate(("outsiders", "participants")):
         costs = [gaussian_epsilon(one[place], REPLACE, 1e-3) for one in ratios.values()]
         assert told[name].epsilon == pytest.approx(max(costs), rel=1e-3)
-        assert told[name].noise_std == pytest.approx(min(stds[place], default=0.0), rel=1e-3)
+        assert told[name].lowest_noise_std == pytest.approx(min(stds[place], default=0.0), rel=1e-3)
     replies = min(ROUNDS, case["replies"])
     assert found.grid.asked("train") == dict.fromkeys(range(1, replies + 1), there.names)
     server = gaussian_epsilon([up / bound] * replies, REPLACE, 1e-3)
     shares = [size / sum(sizes) for size in sizes]
     assert told["the server"].epsilon == pytest.approx(server, rel=1e-3)
-    assert told["the server"].noise_std == pytest.approx(up * min(shares), rel=1e-3)
+    assert told["the server"].lowest_noise_std == pytest.approx(up * min(shares), rel=1e-3)
     assert found.strategy.statement.epsilon == max(one.epsilon for one in told.values())
     ahead = by_name(forecast(nbafl_strategy(case), num_rounds=ROUNDS, names=there.names))
     assert all(told[name].epsilon <= ahead[name].epsilon * (1 + 1e-6) for name in told)
-    assert found.strategy.statement.clients.each == pytest.approx(dict.fromkeys(there.names, server), rel=1e-3)
+    assert found.strategy.statement.clients.by_client == pytest.approx(dict.fromkeys(there.names, server), rel=1e-3)
     if case["paper"]:
-        assert told["the server"].paper.valid == (replies <= case["exposures"] and case["epsilon"] / case["exposures"] < 1)
-        assert told["outsiders"].paper.valid == (case["epsilon"] / ROUNDS < 1)
-        assert {told[name].paper.epsilon for name in ("the server", "outsiders")} == {case["epsilon"]}
+        assert told["the server"].paper_epsilon.valid == (
+            replies <= case["exposures"] and case["epsilon"] / case["exposures"] < 1
+        )
+        assert told["outsiders"].paper_epsilon.valid == (case["epsilon"] / ROUNDS < 1)
+        assert {told[name].paper_epsilon.epsilon for name in ("the server", "outsiders")} == {case["epsilon"]}
     found.assert_unfinished_are_told(min(ROUNDS, case["replies"]))
 
 
@@ -353,33 +355,35 @@ def test_the_statement_of_clients_with_their_own_budgets_is_that_of_their_replie
         if case["laplace"]:
             trained = budget * count / most
             multiplier = sensitivity * most / budget
-            assert statement.clients.each[name] == pytest.approx(trained + alone, rel=1e-6)
+            assert statement.clients.by_client[name] == pytest.approx(trained + alone, rel=1e-6)
         else:
             multiplier = found.strategy.rules.books.terms[name].release.mechanism.noise_multiplier
             if case["rate"] == 1:
                 assert multiplier == pytest.approx(sensitivity * math.sqrt(most) * gaussian_multiplier(budget, 1e-3), rel=1e-3)
                 trained = gaussian_epsilon([multiplier] * count, case["relation"], 1e-3)
             else:
-                event = dp.PoissonSampledDpEvent(case["rate"], dp.GaussianDpEvent(multiplier))
-                trained = accounting.epsilon(dp.ComposedDpEvent([event] * count), delta=1e-3, relation=case["relation"]).epsilon
-            assert trained * (1 - 1e-6) <= statement.clients.each[name] <= (trained + alone) * (1 + 1e-6)
-            assert alone or statement.clients.each[name] == pytest.approx(trained, rel=1e-6)
+                event = dp_events.PoissonSampledDpEvent(case["rate"], dp_events.GaussianDpEvent(multiplier))
+                trained = accounting.epsilon(
+                    dp_events.ComposedDpEvent([event] * count), delta=1e-3, relation=case["relation"]
+                ).epsilon
+            assert trained * (1 - 1e-6) <= statement.clients.by_client[name] <= (trained + alone) * (1 + 1e-6)
+            assert alone or statement.clients.by_client[name] == pytest.approx(trained, rel=1e-6)
             assert trained <= budget * 1.02
         scale = multiplier * 0.7 / (size * (1 if case["laplace"] else case["rate"]))
         scales.append(scale)
         stds.append(weight * scale * (math.sqrt(2) if case["laplace"] else 1))
         if case["evaluations"]:
-            assert statement.clients.evaluation[name] == pytest.approx(alone, rel=1e-6, abs=1e-12)
-    clients, costs = statement.clients, statement.clients.each
+            assert statement.clients.evaluation_by_client[name] == pytest.approx(alone, rel=1e-6, abs=1e-12)
+    clients, costs = statement.clients, statement.clients.by_client
     summary = [min(costs.values()), statistics.median(costs.values()), *[max(costs.values())] * 3]
     assert [clients.minimum, clients.median, clients.maximum, costs[clients.worst], statement.epsilon] == summary
     assert clients.count == many
-    assert [one.noise_std for one in statement.adversaries] == pytest.approx([min(stds)] * 3, rel=1e-6)
-    numbers = [statement.noise[f"{word}_noise_scale_of_a_mean_gradient"] for word in ("least", "largest")]
+    assert [one.lowest_noise_std for one in statement.adversaries] == pytest.approx([min(stds)] * 3, rel=1e-6)
+    numbers = [statement.noise[f"{word}_noise_scale_of_a_mean_gradient"] for word in ("min", "max")]
     assert numbers == pytest.approx([min(scales), max(scales)])
     assert max(costs.values()) <= found.strategy.epsilon * (1 + 1e-6)
-    told = [line for line in statement.incidents if "was not asked" in line]
-    assert told == ([f"{unasked} times a client whose budget was spent was not asked"] if unasked else [])
+    told = [line for line in statement.incidents if "was skipped" in line]
+    assert told == ([f"{unasked} times a client was skipped because its budget was spent"] if unasked else [])
     found.assert_unfinished_are_told(last)
     if case["evaluations"]:
         assert_errors(case, found)
@@ -422,7 +426,7 @@ def step_cases(draw: Any) -> dict[str, Any]:
         "decay": draw(st.sampled_from([0.5, 0.5, 0.0])),
         "pull": draw(st.sampled_from([0.7, 0.0])),
         "bound": draw(st.sampled_from([0.3, 2.0])),
-        "max_cost": draw(st.sampled_from([None, 25.0])),
+        "max_resource_cost": draw(st.sampled_from([None, 25.0])),
     }
 
 
@@ -452,7 +456,7 @@ def step_methods(case: dict[str, Any]) -> tuple[Any, Any]:
         "weight_decay": case["pull"],
     }
     recipe = DPPASGDRecipe(**common)
-    costs = {"cost_per_aggregation": 7.0, "cost_per_step": 1.0, "max_cost": case["max_cost"]}
+    costs = {"cost_per_aggregation": 7.0, "cost_per_step": 1.0, "max_resource_cost": case["max_resource_cost"]}
     return (
         lambda: methods.DPPASGD(num_clients=many, num_records=sizes, **common, **costs),
         lambda **node: LocalDPClient(recipe=recipe, **node),
@@ -470,10 +474,10 @@ def test_the_statement_of_local_steps_is_that_of_the_least_noise_of_any_round_by
         found = run(there, strategy, client, Path(folder, "run"))
     statement, rules = found.strategy.statement, found.strategy.rules
     rounds = min(ROUNDS, case["replies"])
-    if case["max_cost"] and not case["fedpaq"]:
-        rounds = min(rounds, int(case["max_cost"] // (7 + case["steps"])))
+    if case["max_resource_cost"] and not case["fedpaq"]:
+        rounds = min(rounds, int(case["max_resource_cost"] // (7 + case["steps"])))
     assert sorted(found.grid.asked("train")) == list(range(1, rounds + 1))
-    assert statement.num_rounds == rounds
+    assert statement.num_charged_rounds == rounds
     stds, papers = [], []
     for name, size in zip(there.names, there.sizes, strict=True):
         one = case["epsilons"][name]
@@ -484,9 +488,9 @@ def test_the_statement_of_local_steps_is_that_of_the_least_noise_of_any_round_by
             multiplier = rules.books.terms[name].release.mechanism.noise_multiplier
             full = 2 * math.sqrt(case["replies"]) * gaussian_multiplier(one, 1e-3)
             assert multiplier == pytest.approx(full, rel=1e-3) if taken == size else multiplier < full * (1 + 1e-3)
-            event: dp.DpEvent = dp.GaussianDpEvent(multiplier)
-            event = event if taken == size else dp.SampledWithoutReplacementDpEvent(size, taken, event)
-            cost = accounting.epsilon(dp.ComposedDpEvent([event] * rounds), delta=1e-3, relation=REPLACE).epsilon
+            event: dp_events.DpEvent = dp_events.GaussianDpEvent(multiplier)
+            event = event if taken == size else dp_events.SampledWithoutReplacementDpEvent(size, taken, event)
+            cost = accounting.epsilon(dp_events.ComposedDpEvent([event] * rounds), delta=1e-3, relation=REPLACE).epsilon
             each = [
                 case["rate"] / (1 + (n - 1) * case["steps"] / (4 * case["decay"])) if case["decay"] else case["rate"]
                 for n in range(1, rounds + 1)
@@ -503,9 +507,9 @@ def test_the_statement_of_local_steps_is_that_of_the_least_noise_of_any_round_by
                 stds.append(rate * shrinks * multiplier * case["bound"] / case["batch"])
             rho = 2 * rounds * case["steps"] / multiplier**2
             papers.append(rho + 2 * math.sqrt(rho * math.log(1000)))
-        assert statement.clients.each[name] == pytest.approx(cost, rel=2e-3)
-    assert [one.noise_std for one in statement.adversaries] == pytest.approx([min(stds)] * 3, rel=1e-3)
-    assert statement.paper.epsilon == pytest.approx(max(papers), rel=1e-3)
+        assert statement.clients.by_client[name] == pytest.approx(cost, rel=2e-3)
+    assert [one.lowest_noise_std for one in statement.adversaries] == pytest.approx([min(stds)] * 3, rel=1e-3)
+    assert statement.paper_epsilon.epsilon == pytest.approx(max(papers), rel=1e-3)
     assert statement.epsilon <= found.strategy.epsilon * (1 + 1e-6)
     if not case["fedpaq"]:
         assert rules.costs(found.strategy.charges) == dict.fromkeys(there.names, rounds * (7.0 + case["steps"]))

@@ -92,7 +92,7 @@ def test_a_tracker_learns_of_every_round_and_its_errors_change_nothing(method, c
     assert strategy.charges.numbers() == alone.strategy.charges.numbers()
     assert str(strategy.statement) == str(alone.strategy.statement)
     failures = [entry.getMessage() for entry in caplog.records if "on_round failed" in entry.getMessage()]
-    assert failures[1] == "on_round failed at round 1, and the run goes on: OSError: line: no connection"
+    assert failures[1] == "on_round failed at round 1, and the run continues: OSError: line: no connection"
     assert len(failures) == 4
 
 
@@ -229,7 +229,7 @@ def test_a_failing_evaluate_fn_is_named_and_what_was_released_before_is_in_the_j
     assert ["rmse" in line for line in seen.lines] == [True] * which + [False]
     assert seen.lines[-1]["epsilon"] == strategy.epsilon
     ((statement, result),) = seen.ends
-    assert (statement.num_rounds, len(strategy.rounds), len(nodes.received), result) == (which, which, 4 * which, None)
+    assert (statement.num_charged_rounds, len(strategy.rounds), len(nodes.received), result) == (which, which, 4 * which, None)
 
 
 @pytest.mark.parametrize("returned", [(0.5, {"accuracy": 0.9}), 0.5, [0.5]])

@@ -190,7 +190,7 @@ def test_a_budget_pays_for_all_evaluations_and_not_for_one_more(method):
     assert isinstance(release.event(1), LaplaceDpEvent)
     relation = "add-or-remove-one" if "add" in method else "replace-one"
     assert (release.relation, release.unit) == (relation, "client" if method == "nbafl" else "record")
-    assert (terms.num_replies, release.num_clients) == (2, {"nbafl": 1}.get(method, SIZE))
+    assert (terms.num_replies, release.num_units) == (2, {"nbafl": 1}.get(method, SIZE))
     assert 0.5 * (1 - 1e-9) <= 2 * release.sensitivity / release.noise_scale <= 0.5
 
 
@@ -201,7 +201,7 @@ VALUES = arrays_of.arrays(np.float64, (5, 3), elements=st.floats(allow_nan=True,
 @given(VALUES, VALUES)
 def test_one_record_moves_the_sum_by_what_the_noise_is_made_for(values, others):
     metric_bounds = MetricBounds(bounds={"a": 1.0, "b": 1e-6, "c": 1e6})
-    rows, replaced = metric_bounds.centred(values), metric_bounds.centred(np.concatenate([others[:1], values[1:]]))
+    rows, replaced = metric_bounds.centered(values), metric_bounds.centered(np.concatenate([others[:1], values[1:]]))
     assert np.abs(rows.sum(0) - replaced.sum(0)).sum() <= 2 * (1 + 1e-12)
     assert np.abs(rows.sum(0) - rows[1:].sum(0)).sum() <= 1 + 1e-12
 
@@ -264,9 +264,9 @@ def test_a_record_that_cannot_be_read_counts_as_zero_and_changes_no_other(caplog
 def test_dp_pasgd_evaluates_all_records_of_a_client_and_not_a_batch_of_them():
     """Noise of the sum is the same: over 40 records its std is 16 / 40 of what it would be over a batch of 16."""
     terms = METHODS["dp-pasgd"][1].terms("c0", data("c0"))
-    assert (terms.release.num_clients, terms.num_records) == (16, SIZE)
+    assert (terms.release.num_units, terms.num_records) == (16, SIZE)
     release = BUDGET.terms("c0", terms).release
-    assert release.noise_scale / release.expected_cohort == pytest.approx(2 * 2 / 0.5 / SIZE)
+    assert release.noise_scale / release.expected_cohort_size == pytest.approx(2 * 2 / 0.5 / SIZE)
     with pytest.raises(ValueError, match="num_records=None: must be the public data sizes with an evaluation"):
         DPPASGD(**PASGD, num_clients=CLIENTS, evaluation=LocalEvaluation(budget=BUDGET))
 
@@ -284,7 +284,7 @@ def test_a_record_whose_metrics_cannot_be_computed_counts_as_zero_and_nothing_of
     assert caplog.text.count("KeyError") == 1  # in one line for all of the client's records
 
 
-def test_no_record_takes_the_place_of_another_where_one_more_is_a_neighbour():
+def test_no_record_takes_the_place_of_another_where_one_more_is_a_neighbor():
     """All 40 records are in the sum, though 10 are public: a choice of 10 would move by more than one record's part."""
     assert row_of(data("c3"), size=10, relation="add-or-remove-one") == pytest.approx([4.0], abs=1e-4)
 
@@ -299,7 +299,7 @@ def test_only_as_many_records_as_are_public_take_part():
 def instruction_of(budget, method="fedsgd-dpc laplace", name="c0", server_round=1, **own):
     """What an honest server asks, but for what `own` says of the client."""
     terms = budget.terms(name, METHODS[method][1].terms(name, data(name)))
-    said = {"weight": 1.0, "terms": terms.kind, "noise_multiplier": terms.release.mechanism.noise_multiplier} | own
+    said = {"weight": 1.0, "terms": terms.fingerprint, "noise_multiplier": terms.release.mechanism.noise_multiplier} | own
     bounds = MetricBounds(bounds={"accuracy": 1.0})
     asked = own_ask({name: (said["weight"], said["terms"], said["noise_multiplier"])}, metrics=bounds)
     return wire.Instruction(server_round=server_round, method=wire.EVALUATION, clients=(name,), ask=asked)
@@ -376,9 +376,12 @@ def test_a_policy_is_asked_as_well(policy, match):
         ({"metrics": {"bounds": {"f1": 1.0}}}, "metric 'f1': this client has loss, accuracy"),
         ({"own": {}}, "own: has no terms of 1 of 1 clients"),
         (told("c0", weight=-1.0), "weight=-1"),
-        ({"placement": "central"}, "own: must be there for placement='local' alone"),
-        ({"placement": "central", **NO_OWN}, "placement='central': this client's messages are private on its own terms"),
-        ({"placement": "distributed", "noise_std": 0.5, "step": 2.0**-20, **NO_OWN}, "placement='distributed': this client's"),
+        ({"placement": "central"}, "own: must be set for placement='local' alone"),
+        (
+            {"placement": "central", **NO_OWN},
+            "placement='central': must be 'local', since this client adds all noise by its own terms",
+        ),
+        ({"placement": "distributed", "noise_std": 0.5, "step": 2.0**-20, **NO_OWN}, "placement='distributed': must be 'local'"),
         ({"clip_norm": 100.0}, "clip_norm=100: must be 1 for an evaluation"),
     ],
 )
@@ -430,17 +433,17 @@ def test_a_run_charges_before_messages_leave_and_states_training_and_evaluation(
     assert strategy.rules.evaluation.counts(strategy.charges) == dict.fromkeys(NAMES, 2)
     statement = strategy.statement
     assert not statement.incidents
-    assert statement.parts["evaluation"] == pytest.approx(0.5, rel=1e-9)
-    assert statement.clients.evaluation == pytest.approx(dict.fromkeys(NAMES, 0.5), rel=1e-9)
+    assert statement.epsilon_by_release["evaluation"] == pytest.approx(0.5, rel=1e-9)
+    assert statement.clients.evaluation_by_client == pytest.approx(dict.fromkeys(NAMES, 0.5), rel=1e-9)
     books = strategy.rules.books
     training = books.cost(strategy.rules.ledgers(strategy.charges)["c0"]).epsilon
-    assert statement.parts["training"] == pytest.approx(training)
-    total = statement.clients.each["c0"]
+    assert statement.epsilon_by_release["training"] == pytest.approx(training)
+    total = statement.clients.by_client["c0"]
     assert training < total <= training + 0.5
     # Nobody's view leaves evaluations out, and no paper's epsilon passes for the whole.
     assert all(one.epsilon > 0.5 * (1 - 1e-9) for one in statement.adversaries)
     assert statement.epsilon == pytest.approx(max(one.epsilon for one in statement.adversaries))
-    papers = [statement.paper, *(one.paper for one in statement.adversaries)]
+    papers = [statement.paper_epsilon, *(one.paper_epsilon for one in statement.adversaries)]
     assert not any(paper.valid for paper in papers if paper is not None)
     assert strategy.rounds[-1].epsilon >= total - 1e-6
 
@@ -560,13 +563,13 @@ def test_a_client_is_charged_for_every_evaluation_that_it_was_asked_for(method, 
         sent += messages
     asked = asked_by_name(sent)
     statement = strategy.statement
-    assert statement.clients.evaluation == pytest.approx({name: 0.3 * asked[name] for name in NAMES}, rel=1e-9)
+    assert statement.clients.evaluation_by_client == pytest.approx({name: 0.3 * asked[name] for name in NAMES}, rel=1e-9)
     assert max(asked.values()) <= 3
     # At delta = 0 evaluations cost what they cost alone; at the statement's delta, where it has one, a little less.
     alone = [LaplaceDpEvent(2 * 3 / 0.9)] * max(asked.values())
     cost = accounting.epsilon(ComposedDpEvent(alone), delta=statement.delta, relation="replace-one").epsilon
     assert cost * (1 - 1e-6) <= statement.epsilon
-    assert statement.parts["training"] <= statement.epsilon
+    assert statement.epsilon_by_release["training"] <= statement.epsilon
     if sampler == "full":
         assert set(asked.values()) == {3}
     if sampler == "in turn":  # by the number of the round some clients would never have had a turn
@@ -600,4 +603,4 @@ def test_clients_of_one_node_are_promised_the_least_noise_of_them():
     reported = instructed(message)["ask"]
     assert reported["promise"]["noise_multiplier"] == pytest.approx(2 * 2 / 4.0)
     assert [one["noise_multiplier"] for one in reported["own"].values()] == pytest.approx([8.0, 4.0, 2.0, 1.0])
-    assert strategy.statement.clients.evaluation == pytest.approx({"c0": 0.25, "c1": 0.5, "c2": 1.0, "c3": 2.0})
+    assert strategy.statement.clients.evaluation_by_client == pytest.approx({"c0": 0.25, "c1": 0.5, "c2": 1.0, "c3": 2.0})

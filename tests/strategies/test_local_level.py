@@ -6,8 +6,8 @@ from flwr.app import ConfigRecord, RecordDict
 
 from flower_dp import wire
 from flower_dp.clients import ClientPolicy, FedSGDDPCRecipe, LocalDPClient, model_arrays
-from flower_dp.clients.account import KEY, StateAccount
-from flower_dp.clients.reasons import Declined
+from flower_dp.clients.account import KEY, NodeStateAccounts
+from flower_dp.clients.refusal_messages import Declined
 from flower_dp.privacy.nbafl import weights_terms
 from flower_dp.strategies import FedSGDDPC
 from tests.asks import GONE, config_of, forged, own_ask, reasons, told
@@ -46,7 +46,7 @@ def test_a_hundred_clients_are_listed_more_are_not():
         data = {f"c{index:03d}": FOUR["c0"] for index in range(count)}
         strategy = server(num_clients=count, cohort_size=count, num_replies=1)
         start(strategy, grid_of(FedSGDDPCRecipe(**WORDS, num_replies=1), data, num_nodes=2), 1)
-        assert (strategy.statement.clients.count, len(strategy.statement.clients.each)) == (count, listed)
+        assert (strategy.statement.clients.count, len(strategy.statement.clients.by_client)) == (count, listed)
 
 
 # Bad replies
@@ -72,7 +72,7 @@ def instruction(*, clients=("c0",), num_replies=(2,), server=None, clip_norm=0.5
     each = {}
     for name, number in zip(clients, num_replies, strict=True):
         terms = FedSGDDPCRecipe(**WORDS | (server or {}), num_replies=number).terms(name, records(name))
-        each[name] = (1.0, terms.kind, terms.release.mechanism.noise_multiplier if said is None else said)
+        each[name] = (1.0, terms.fingerprint, terms.release.mechanism.noise_multiplier if said is None else said)
     asked = own_ask(each, clip_norm=clip_norm, noise_multiplier=noise_multiplier)
     return wire.Instruction(**{"server_round": 1, "method": "fedsgd-dpc", "clients": clients} | arguments, ask=asked)
 
@@ -95,7 +95,7 @@ def ask(state, *, recipe=RECIPE, policy=None, names=("c0",), table=None, **argum
     asked = instruction(**arguments)
     text = forged(asked, **table or {})
     arrays, _, answer = client(state, recipe=recipe, policy=policy, names=names).fit(PARAMETERS, config_of(text))
-    refused = reasons(wire.Answer.from_json(answer[wire.KEY], asked.clients))
+    refused = reasons(wire.ReplyHeader.from_json(answer[wire.KEY], asked.clients))
     return tuple(name for name in asked.clients if name not in refused), refused, arrays[-1]
 
 
@@ -115,7 +115,7 @@ def test_a_client_refuses_what_it_cannot_pay_whatever_the_server_says():
         assert clients == ()
         assert not row.any()
         assert f"the server's terms ({lie} replies, Laplace" in refused["c0"]
-    assert StateAccount(state).replies("c0") == 2
+    assert NodeStateAccounts(state).replies("c0") == 2
 
 
 GAUSSIAN = {"mechanism": "gaussian", "delta": 1e-5, "sampling_rate": 0.5}
@@ -141,7 +141,7 @@ def test_a_client_with_less_noise_or_other_terms_than_the_server_states_does_not
     assert clients == ()
     assert why in refused["c0"]
     assert not row.any()
-    assert StateAccount(state).replies("c0") == 0
+    assert NodeStateAccounts(state).replies("c0") == 0
 
 
 def test_a_client_with_more_noise_than_the_server_states_replies():
@@ -157,7 +157,7 @@ def test_a_server_that_names_no_terms_gets_no_reply():
         state = RecordDict()
         with pytest.raises(ValueError, match=why):
             ask(state, table=own)
-        assert StateAccount(state).replies("c0") == 0
+        assert NodeStateAccounts(state).replies("c0") == 0
 
 
 def test_a_server_that_names_noise_for_clients_to_add_gets_no_reply():
@@ -167,7 +167,7 @@ def test_a_server_that_names_noise_for_clients_to_add_gets_no_reply():
         ask(state, table={"noise_std": 1e-9})
     with pytest.raises(ValueError, match=r"min_noise_std=0\.1: this client's noise follows from its own budget alone"):
         ask(state, policy=ClientPolicy(max_clip_norm=0.5, min_noise_std=0.1))
-    assert StateAccount(state).replies("c0") == 0
+    assert NodeStateAccounts(state).replies("c0") == 0
 
 
 @pytest.mark.parametrize(
@@ -178,10 +178,10 @@ def test_a_server_of_another_placement_gets_no_reply_under_the_methods_own_name(
     state = RecordDict()
     asked = wire.Instruction(server_round=1, method="fedsgd-dpc", clients=("c0",), ask=made(clip_norm=0.5, size=18, **reported))
     with pytest.raises(
-        Declined, match=f"placement='{reported['placement']}': this client's messages are private on its own terms"
+        Declined, match=f"placement='{reported['placement']}': must be 'local', since this client adds all noise by its own terms"
     ):
         client(state).fit(PARAMETERS, config_of(asked))
-    assert StateAccount(state).replies("c0") == 0
+    assert NodeStateAccounts(state).replies("c0") == 0
 
 
 def test_an_error_in_a_clients_data_tells_the_server_its_kind_alone():
@@ -196,7 +196,7 @@ def test_an_error_in_a_clients_data_tells_the_server_its_kind_alone():
         data.error = error
         node = client(data=data)
         _, _, config = node.fit(PARAMETERS, {wire.KEY: instruction(clients=("c0", "c1"), num_replies=(2, 2)).to_json()})
-        answer = wire.Answer.from_json(config[wire.KEY], ("c0", "c1"))
+        answer = wire.ReplyHeader.from_json(config[wire.KEY], ("c0", "c1"))
         assert reasons(answer) == {"c1": "training failed; the node's own log says why"}
 
 
@@ -240,14 +240,14 @@ def test_the_charge_is_on_the_state_before_records_are_touched():
             return 8
 
         def batch(self, positions, device):
-            seen.append(StateAccount(state).replies("c0"))
+            seen.append(NodeStateAccounts(state).replies("c0"))
             raise RuntimeError("disk gone")
 
     arrays, _, config = client(state, data={"c0": Broken()}).fit(PARAMETERS, {wire.KEY: instruction().to_json()})
     assert set(seen) == {1}
-    assert StateAccount(state).replies("c0") == 1
+    assert NodeStateAccounts(state).replies("c0") == 1
     # No record can make the client fall silent, not even all of them: the reply is noise.
-    answer = wire.Answer.from_json(config[wire.KEY], ("c0",))
+    answer = wire.ReplyHeader.from_json(config[wire.KEY], ("c0",))
     assert answer.refused == {}
     assert arrays[-1].any()
     assert "disk gone" not in config[wire.KEY]
@@ -257,12 +257,12 @@ def test_a_policy_is_asked_first():
     state = RecordDict()
     with pytest.raises(ValueError, match=r"policy allows at most 0\.1"):
         ask(state, policy=ClientPolicy(max_clip_norm=0.1))
-    assert StateAccount(state).replies("c0") == 0
+    assert NodeStateAccounts(state).replies("c0") == 0
 
 
 def test_terms_of_different_numbers_of_replies_differ_where_their_noise_does_not():
     arguments = {"clip_norm": 1.5, "paper_epsilon": 2.0, "delta": 0.01, "uplink_exposures": 4, "min_records": 8}
     few, many = weights_terms(**arguments, num_replies=4), weights_terms(**arguments, num_replies=5)
     assert few.release == many.release
-    assert few.kind != many.kind
+    assert few.fingerprint != many.fingerprint
     assert few.text != many.text

@@ -14,8 +14,8 @@ from flwr.app import ConfigRecord, Message
 from flower_dp.clients import model_arrays
 from flower_dp.core.sampling import FullSampling, PoissonSampling
 from flower_dp.privacy import accounting, store
-from flower_dp.privacy.budget import JointBudget
-from flower_dp.privacy.charges import EVERY_CLIENT, Charge, Scope
+from flower_dp.privacy.budget import LedgerBudget
+from flower_dp.privacy.charges import ALL_CLIENTS, Charge, CostScope
 from flower_dp.privacy.device_store import DeviceLedger
 from flower_dp.privacy.private_file import BudgetSpentError, LedgerError
 from flower_dp.privacy.store import Store
@@ -118,7 +118,7 @@ def test_a_charge_that_cannot_be_written_sends_nothing_and_is_not_taken(path, mo
         run(strategy, path, 5, nodes)
     assert [number for *_, number in nodes.seen] == [1, 2]
     assert sum(one.metadata.message_type == "train" for one in nodes.sent) == 8
-    assert strategy.statement.num_rounds == 2 == len(written(path)[0])
+    assert strategy.statement.num_charged_rounds == 2 == len(written(path)[0])
     assert strategy._session.log.charges.numbers() == {"dp-fedavg": 2}
     # The lock is free again.
     Store(path).close()
@@ -128,7 +128,7 @@ def test_a_run_on_a_ledger_in_use_or_missing_or_of_a_device_ends_before_any_clie
     monkeypatch.setattr(store, "_LOCK_SECONDS", 0.05)
     nodes = grid()
     DeviceLedger.create(tmp_path / "device.sqlite", ["c0"])
-    with pytest.raises(LedgerError, match="is a device's ledger, and no server's"):
+    with pytest.raises(LedgerError, match="is a device's ledger; must be a server's"):
         run(DPFedAvg(**WORDS, ledger=tmp_path / "device.sqlite"), path, 2, nodes)
     with Store(path), pytest.raises(LedgerError, match="is in use: another process writes to it"):
         run(DPFedAvg(**WORDS, ledger=path), path, 2, nodes)
@@ -154,12 +154,12 @@ def test_the_joint_epsilon_of_two_runs_is_that_of_their_events_together(path):
     events = ComposedDpEvent([one.rules.ledger(one.charges).event for one in (first, second)])
     expected = accounting.epsilon(events, delta=1e-4, relation="add-or-remove-one").epsilon
     joint = second.statement.joint
-    assert (joint.num_runs, joint.delta, joint.apart) == (2, 1e-4, ())
+    assert (joint.num_runs, joint.delta, joint.runs_not_included) == (2, 1e-4, ())
     assert joint.epsilon == pytest.approx(expected, rel=1e-9)
     assert joint.epsilon > second.statement.epsilon * 1.01
-    line = f"All 2 runs on this ledger together: epsilon {math.ceil(expected * 1e4) / 1e4:.4f} at delta 0.0001, accountant"
-    assert line in str(second.statement)
-    assert second.statement.to_dict()["joint"]["epsilon"] == joint.epsilon
+    line = f"All 2 runs on this ledger together: epsilon {math.ceil(expected * 1e4) / 1e4:.4f} at delta 0.0001 (accountant"
+    assert line in " ".join(str(second.statement).split())
+    assert second.statement.to_dict()["guarantee"]["joint"]["epsilon"] == joint.epsilon
     assert first.statement.joint is None
     assert "together" not in str(first.statement)
 
@@ -167,14 +167,12 @@ def test_the_joint_epsilon_of_two_runs_is_that_of_their_events_together(path):
 @pytest.mark.parametrize("adaptive", [True, False])
 def test_the_statement_says_whether_a_budget_holds_for_settings_that_results_decided(tmp_path, adaptive):
     path = tmp_path / "with budget"
-    Store.create(path, JointBudget(epsilon=50.0, delta=1e-6, fully_adaptive=adaptive))
+    Store.create(path, LedgerBudget(epsilon=50.0, delta=1e-6, fully_adaptive=adaptive))
     first, second = (run(DPFedAvg(**WORDS, ledger=path), path, 1) for _ in range(2))
     assert first.statement.joint is None
-    told = (
-        "; at most epsilon 50.0000 at delta 1e-06, the ledger's budget, if settings of runs were chosen by the results of others"
-    )
-    assert (told in str(second.statement)) == adaptive
-    joint = second.statement.to_dict()["joint"]
+    told = "If results of some runs chose the settings of others: at most epsilon 50.0000 at delta 1e-06, the ledger's budget."
+    assert (told in " ".join(str(second.statement).split())) == adaptive
+    joint = second.statement.to_dict()["guarantee"]["joint"]
     assert (joint["filter_epsilon"], joint["filter_delta"]) == ((50.0, 1e-6) if adaptive else (None, None))
     assert joint["epsilon"] < 50
 
@@ -206,7 +204,8 @@ def test_runs_of_one_strategy_with_ledgers_of_their_own_have_a_joint_epsilon(tmp
     assert (third.num_runs, third.epsilon) == (3, together(6))
     last = checkpointed(strategy, tmp_path / "c", 1)
     assert (last.num_runs, last.epsilon) == (4, together(7))
-    assert f"All 4 runs of this strategy together: epsilon {math.ceil(last.epsilon * 1e4) / 1e4:.4f}" in str(strategy.statement)
+    line = f"All 4 runs of this strategy together: epsilon {math.ceil(last.epsilon * 1e4) / 1e4:.4f}"
+    assert line in " ".join(str(strategy.statement).split())
 
 
 @pytest.mark.parametrize("shared", [True, False])
@@ -222,15 +221,22 @@ def test_a_charge_that_was_written_when_the_run_was_interrupted_is_in_the_joint_
     with monkeypatch.context() as patch:
         patch.setattr(Store, "append", interrupted)
         assert checkpointed(strategy, tmp_path / "a", 4) is None
-    assert strategy.statement.num_rounds == 2
+    assert strategy.statement.num_charged_rounds == 2
     assert checkpointed(strategy, tmp_path / "b", 1).epsilon == together(3)
 
 
 def test_a_charge_that_could_not_be_written_does_not_stand_for_the_next_one_of_its_number(path, monkeypatch):
     """The joint epsilon had the clients of the first cohort, who were not asked, and not those of the second."""
-    scope, memory = Scope(unit="record", relation="replace-one"), MemoryLog(private=True)
+    scope, memory = CostScope(unit="record", relation="replace-one"), MemoryLog(private=True)
     log = StoreLog(path, method="m", delta=1e-3, private=True, memory=memory)
-    words = {"release": "m", "number": 1, "server_round": 1, "kind": "k", "scope": scope, "events": (GaussianDpEvent(1.0),)}
+    words = {
+        "release": "m",
+        "number": 1,
+        "server_round": 1,
+        "fingerprint": "k",
+        "scope": scope,
+        "events": (GaussianDpEvent(1.0),),
+    }
 
     def full(self, run, one):
         raise LedgerError("database or disk is full")
@@ -262,16 +268,17 @@ def test_runs_of_another_relation_are_told_apart(path):
     second = run(DPFedAvg(**WORDS, ledger=path), path, 2)
     joint = second.statement.joint
     assert (joint.num_runs, joint.epsilon) == (1, pytest.approx(second.statement.epsilon, rel=1e-9))
-    assert joint.apart == ("1 run for each client (replace-one)",)
-    assert "not in it, since no accountant adds them up: 1 run for each client (replace-one)" in str(second.statement)
+    assert joint.runs_not_included == ("1 run for each client (replace-one)",)
+    left_out = "Not included, since no accountant composes them with these: 1 run for each client (replace-one)."
+    assert left_out in " ".join(str(second.statement).split())
 
 
 def test_after_a_run_with_a_fixed_seed_nothing_is_private(path):
     first, second = (run(DPFedAvg(**WORDS, ledger=path, noise_seed=seed), path, 1) for seed in (3, None))
     assert (first.statement.private, second.statement.private) == (False, True)
     assert second.statement.joint.epsilon == math.inf
-    assert second.statement.to_dict()["joint"]["epsilon"] is None
-    assert "together: epsilon infinite" in str(second.statement)
+    assert second.statement.to_dict()["guarantee"]["joint"]["epsilon"] is None
+    assert "together: epsilon infinite" in " ".join(str(second.statement).split())
 
 
 # A budget of all runs
@@ -281,19 +288,19 @@ def test_a_run_ends_before_the_round_that_the_ledgers_budget_does_not_cover(tmp_
     tmp_path.chmod(0o700)
     path = tmp_path / "ledger.sqlite"
     budget = (together(7).expected + together(8).expected) / 2
-    Store.create(path, JointBudget(epsilon=budget, delta=1e-3))
+    Store.create(path, LedgerBudget(epsilon=budget, delta=1e-3))
     first = run(DPFedAvg(**WORDS, ledger=path), path, 5)
-    assert (first.statement.num_rounds, first.incidents) == (5, ())
+    assert (first.statement.num_charged_rounds, first.incidents) == (5, ())
     nodes = grid(path)
     second = run(DPFedAvg(**WORDS, ledger=path), path, 5, nodes)
-    assert second.statement.num_rounds == 2
+    assert second.statement.num_charged_rounds == 2
     assert [number for *_, number in nodes.seen] == [6, 7]
     (incident,) = second.incidents
-    assert incident.startswith("ended before round 3: it would pass the ledger's budget, epsilon ")
+    assert incident.startswith("ended before round 3: it would exceed the ledger's budget, epsilon ")
     assert second.statement.joint.epsilon <= budget
     # It stays so, also for a caller with a loop of its own.
     assert not second.configure_train(4, model_arrays(linear()), ConfigRecord(), grid())
-    with pytest.raises(ValueError, match="no round was run: ended before round 1: it would pass the ledger's budget"):
+    with pytest.raises(ValueError, match="no round was run: ended before round 1: it would exceed the ledger's budget"):
         run(DPFedAvg(**WORDS, ledger=path), path, 5)
     assert sum(map(len, written(path))) == 7
 
@@ -302,16 +309,16 @@ def test_an_evaluation_that_the_ledgers_budget_does_not_cover_is_left_out(tmp_pa
     tmp_path.chmod(0o700)
     path = tmp_path / "ledger.sqlite"
     evaluation = PrivateEvaluation(noise_multiplier=0.5, sampling=FullSampling())
-    Store.create(path, JointBudget(epsilon=2.5, delta=1e-3))
+    Store.create(path, LedgerBudget(epsilon=2.5, delta=1e-3))
     strategy = run(DPFedAvg(**WORDS, evaluation=evaluation, ledger=path), path, 2, LookingGrid(evaluating_stock_app(), 4))
     assert [charge.release for charge in written(path)[0]] == ["dp-fedavg", "dp-fedavg"]
-    assert "the evaluation of round 1 was left out: it would pass the ledger's budget" in caplog.text
+    assert "The evaluation of round 1 was left out: it would exceed the ledger's budget" in caplog.text
     assert not strategy.evaluations
 
 
 def test_the_owner_of_a_client_level_run_is_every_client(path):
     run(DPFedAvg(**WORDS, ledger=path), path, 1)
-    assert written(path)[0][0].owners == (EVERY_CLIENT,)
+    assert written(path)[0][0].owners == (ALL_CLIENTS,)
 
 
 # A charge stands in one place
@@ -329,7 +336,7 @@ def together_of(*multipliers, relation):
 
 def with_charges(strategy, path, charges):
     """The strategy, in a run on a ledger that has these charges, after another run that has the first of them."""
-    Store.create(path, JointBudget(epsilon=BUDGET, delta=1e-3))
+    Store.create(path, LedgerBudget(epsilon=BUDGET, delta=1e-3))
     words = {"method": strategy.rules.about.title, "delta": 1e-3, "private": True}
     with Store(path) as ledger:
         ledger.append(ledger.begin(**words), charges[0])
@@ -363,12 +370,12 @@ def test_a_charge_of_all_clients_stands_in_one_place(tmp_path, planned):
         assert {one.name: one.epsilon for one in statement.adversaries}["outsiders"] == pytest.approx(own, rel=1e-9)
         assert own <= strategy.epsilon * (1 + 1e-9) <= 1.01 * own
         assert statement.joint.epsilon == pytest.approx(joint, rel=1e-9)
-        found[second] = rules.why_stop(strategy._session.current, 3, None)
+        found[second] = rules.stop_reason(strategy._session.current, 3, None)
         third = costlier(release.charge(strategy.charges, 3, NAMES), 1.5)
         assert (together_of(4, 4, second, 1.5, relation=relation) > BUDGET) == (second == 1)
         with pytest.raises(BudgetSpentError) if second == 1 else nullcontext():
             strategy._session.log.append(third)
-        assert strategy.statement.num_rounds == (2 if second == 1 else 3)
+        assert strategy.statement.num_charged_rounds == (2 if second == 1 else 3)
     assert found == {4.0: None, 1.0: f"it would pass target_epsilon={target:g}"}
 
 
@@ -389,9 +396,9 @@ def test_a_charge_of_single_clients_stands_in_one_place(tmp_path):
         own = together_of(usual, second, relation=relation)
         others = own if changed else together_of(usual, relation=relation)
         assert statement.epsilon == pytest.approx(own, rel=1e-3)
-        assert statement.clients.each == pytest.approx(dict(zip(NAMES, (own, own, others, others), strict=True)), rel=1e-3)
+        assert statement.clients.by_client == pytest.approx(dict(zip(NAMES, (own, own, others, others), strict=True)), rel=1e-3)
         assert statement.joint.epsilon == pytest.approx(together_of(usual, usual, second, relation=relation), rel=1e-6)
-        stop = strategy.rules.why_stop(strategy._session.current, 3, None)
+        stop = strategy.rules.stop_reason(strategy._session.current, 3, None)
         assert (stop is None) is not changed
         assert stop is None or stop.startswith("the privacy budget is spent")
         paying = release.paying(strategy.charges, NAMES).tolist()

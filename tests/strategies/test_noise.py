@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from dp_accounting import GaussianDpEvent
 
-from flower_dp.core.stored import unpacked
+from flower_dp.core.serialization import load_bytes
 from flower_dp.privacy import accounting
 from flower_dp.privacy.private_file import LedgerError
 from flower_dp.privacy.store import Store
@@ -68,7 +68,7 @@ def start(strategy, grid, folder, *, resume=False, models=None):
 
 
 def secret(folder):
-    return unpacked((folder / NOISE).read_bytes())
+    return load_bytes((folder / NOISE).read_bytes())
 
 
 def test_the_released_noise_is_that_of_the_band_and_costs_one_event(tmp_path):
@@ -140,7 +140,7 @@ def killed(monkeypatch, grid, folder, to, *, at, in_round):
 
     around(Store, "append", "before the charge", "charged")
     around(writer.Writer, "noise", "", "noise written")
-    around(session.Session, "learn", "", "learnt")
+    around(session.Session, "next_model", "", "learnt")
     around(CheckpointFolder, "write", "", "snapshot")
     grid.kill = kill
 
@@ -209,10 +209,10 @@ def test_a_copy_does_not_release_noise_a_second_time(how):
     within = made(strategy)
     with pytest.raises(RuntimeError, match="configure_train"):
         within.aggregate_train(2, grid.send_and_receive(messages))
-    with pytest.raises(LedgerError, match="has gone on"):
+    with pytest.raises(LedgerError, match="has continued the run"):
         between.configure_train(2, model, {}, grid)
     strategy.aggregate_train(2, grid.send_and_receive(messages))
     within.configure_train(3, model, {}, grid)
     assert np.array_equal(within.drawn[-1].before[0], strategy.drawn[1].noise)
-    with pytest.raises(LedgerError, match="has gone on"):
+    with pytest.raises(LedgerError, match="has continued the run"):
         strategy.configure_train(3, model, {}, grid)

@@ -10,13 +10,13 @@ from flower_dp.core.compression import qsgd_norm_ratio
 from flower_dp.core.metric_bounds import FINER_LATTICE, MetricBounds
 from flower_dp.core.noise import check_lattice, lattice_step
 from flower_dp.core.sampling import FullSampling, PoissonSampling
-from flower_dp.privacy.client_terms import Terms
+from flower_dp.privacy.client_terms import ClientTerms
 from flower_dp.privacy.evaluation_budget import EvaluationBudget
 from flower_dp.privacy.fedsgd_dpc import gradient_terms
 from flower_dp.strategies import DPFedAvg, DPFedSAM, FedSMP
-from flower_dp.strategies.releases.left_out import RoundLeftOut
+from flower_dp.strategies.releases.left_out import RoundDiscarded
+from flower_dp.strategies.releases.local_releases import LocalReleases
 from flower_dp.strategies.releases.noised_sum import NoisedSum
-from flower_dp.strategies.releases.own_replies import OwnReplies
 from tests.asks import replace
 from tests.limits import accepted
 from tests.releases import ask, noised, round_of
@@ -56,7 +56,7 @@ def test_the_lattice_of_an_evaluation_is_finer() -> None:
 @pytest.mark.parametrize("trusted", [True, False])
 def test_the_share_that_is_asked_follows_a_public_number_where_the_cohort_is_secret(trusted: bool) -> None:
     arguments = WORDS | {"sampling": PoissonSampling(sampling_rate=0.5)}
-    made = sum_of(DPFedSAM(**arguments, trusted_server=trusted))
+    made = sum_of(DPFedSAM(**arguments, server_completes_noise=trusted))
     answer = {(ask(made, 9, NAMES[:size]).noise_std, ask(made, 9, NAMES[:size]).step) for size in range(1, 17)}
     assert (len(answer) == 1) == trusted
     if not trusted:  # 75 % of those that are asked must answer
@@ -93,7 +93,7 @@ def test_limits_follow_from_the_ask_that_was_sent_whatever_the_rules_say_since()
     limits = later.limits(round_of(asked, 4))
     assert (limits.clip_norm, limits.step) == (0.5, asked.step)
     # And a sum that is not exact on the lattice that was asked is not released.
-    with pytest.raises(RoundLeftOut, match="too large to be exact"):
+    with pytest.raises(RoundDiscarded, match="too large to be exact"):
         noised(later, asked, np.full(4, asked.step * 2.0**54), NAMES)
 
 
@@ -121,10 +121,10 @@ def test_what_clients_select_is_asked_where_they_add_the_noise_alone() -> None:
     assert (central.keep_ratio, distributed.keep_ratio) == (1.0, 0.3)
 
 
-def own_replies(terms: dict[str, Terms], **arguments: Any) -> OwnReplies:
+def own_replies(terms: dict[str, ClientTerms], **arguments: Any) -> LocalReleases:
     words: dict[str, Any] = {"name": "fedsgd-dpc", "clip_norm": 0.5, "sampling": FullSampling(), "relation": "replace-one"}
     words |= {"weight_of": lambda name: 1.0, "longest": lambda now: lambda name: 1.0, "terms": terms}
-    return OwnReplies(**words | arguments)
+    return LocalReleases(**words | arguments)
 
 
 def test_own_replies_are_asked_by_the_terms_of_each() -> None:
@@ -141,7 +141,7 @@ def test_own_replies_are_asked_by_the_terms_of_each() -> None:
     assert (asked.placement, asked.step, asked.noise_std, asked.mask, asked.metrics) == ("local", 0.0, 0.0, None, None)
     assert (asked.promise.clip_norm, asked.promise.noise_multiplier) == (0.5, own["b"])
     assert {name: (one.weight, one.terms, one.noise_multiplier) for name, one in asked.own.items()} == {
-        name: (weight, training[name].kind, own[name]) for name, weight in (("a", 0.25), ("b", 0.75))
+        name: (weight, training[name].fingerprint, own[name]) for name, weight in (("a", 0.25), ("b", 0.75))
     }
     evaluations = {name: budget.terms(name, terms) for name, terms in training.items()}
     bounds = MetricBounds(bounds={"loss": 4.0})

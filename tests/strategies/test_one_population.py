@@ -27,9 +27,9 @@ from flower_dp.core.sampling import FixedSizeSampling, FullSampling, PoissonSamp
 from flower_dp.privacy.store import Store
 from flower_dp.strategies import DPFedAvg, DPFedSAM, FedSGDDPC, FedSMP, NbAFL, PrivateEvaluation
 from flower_dp.strategies.population.client_manager import KnownClients
-from flower_dp.strategies.releases.left_out import RoundLeftOut
-from flower_dp.strategies.releases.release import Round
-from flower_dp.strategies.releases.replies import Collected
+from flower_dp.strategies.releases.left_out import RoundDiscarded
+from flower_dp.strategies.releases.release import RoundRequest
+from flower_dp.strategies.releases.replies import CollectedReplies
 from tests.charges import charge
 from tests.grids import LocalGrid
 from tests.stock import arrays, shifted, stock_app
@@ -137,7 +137,7 @@ def test_the_noise_of_a_sum_of_shares_is_that_of_the_statement_whoever_registers
 
     nn.init.zeros_(model.linear.weight)
     strategy.start(grid, model_arrays(model), num_rounds=3, evaluate_fn=keep)
-    steps = np.diff(models, axis=0) * strategy.rules.release.expected_cohort
+    steps = np.diff(models, axis=0) * strategy.rules.release.expected_cohort_size
     assert len(steps) == 3
     for step in steps:
         assert step.std() == pytest.approx(strategy.rules.release.noise_scale, rel=5 / math.sqrt(2 * size))
@@ -152,13 +152,13 @@ def test_a_round_with_more_replies_than_shares_is_not_released():
     def released(names):
         asked, begun, _ = release.ask(state, 6, "abc", rng)
         words = {"server_round": 1, "method": release.name, "length": 6, "model": None}
-        now = Round(**words, ask=asked, asked={1: tuple(names) or ("a",)}, begun=begun)
-        release.noised(state, now, Collected(total=np.zeros(6), clients=list(names), seeded=False), rng)
+        now = RoundRequest(**words, ask=asked, asked={1: tuple(names) or ("a",)}, begun=begun)
+        release.noised(state, now, CollectedReplies(total=np.zeros(6), clients=list(names), seeded=False), rng)
 
     for replied in range(4):
-        assert replied * shared.share(3) ** 2 + shared.server_std(replied) ** 2 == pytest.approx(4.0, rel=1e-12)
+        assert replied * shared.share_std(3) ** 2 + shared.server_std(replied) ** 2 == pytest.approx(4.0, rel=1e-12)
         released("abc"[:replied])
-    with pytest.raises(RoundLeftOut, match="4 clients answered, and the noise has 3 shares"):
+    with pytest.raises(RoundDiscarded, match="4 clients answered, and the noise has 3 shares"):
         released("abcd")
 
 
@@ -178,10 +178,10 @@ FIXED = {"clip_norm": 1.0, "noise_multiplier": 1.0, "num_clients": 10, "delta": 
         ((5, 5), (5, 1), 10),
     ],
 )
-@pytest.mark.parametrize("most_newcomers", [None, 5])
-def test_cohorts_of_a_fixed_size_are_drawn_from_as_many_clients_as_are_charged(sizes, late, known, most_newcomers):
+@pytest.mark.parametrize("max_new_clients", [None, 5])
+def test_cohorts_of_a_fixed_size_are_drawn_from_as_many_clients_as_are_charged(sizes, late, known, max_new_clients):
     """With 4 + 4 + 4 five of eight were drawn, and five of ten charged; a node with nine was counted, and then left out."""
-    strategy = DPFedAvg(**FIXED, sampling=FixedSizeSampling(cohort_size=5), most_newcomers=most_newcomers)
+    strategy = DPFedAvg(**FIXED, sampling=FixedSizeSampling(cohort_size=5), max_new_clients=max_new_clients)
     grid = nodes(sizes, late)
     if known is None:
         with pytest.raises(TimeoutError, match=r"num_clients=10: only \d clients .*is left out: with its \d clients"):
@@ -206,7 +206,7 @@ def test_one_client_more_at_the_start_ends_no_run(sampling):
 
 def test_a_node_that_names_too_many_clients_does_not_count():
     """Drawn independently as well: the mean is over ten clients, and there would be one."""
-    strategy = DPFedAvg(**FIXED, sampling=PoissonSampling(sampling_rate=0.5), most_newcomers=0)
+    strategy = DPFedAvg(**FIXED, sampling=PoissonSampling(sampling_rate=0.5), max_new_clients=0)
     with pytest.raises(TimeoutError, match=r"only 5 clients .*node 6 is left out: with its 9 clients .* set num_clients=14"):
         start(strategy, nodes((1, 1, 1, 1, 1, 9)))
 
@@ -232,7 +232,7 @@ CLOSED = (FixedSizeSampling(cohort_size=2), RoundRobinSampling(cohort_size=1), F
         *((one, {"placement": "central"}, True) for one in CENTRAL),
         *((one, {"placement": "central"}, False) for one in CLOSED),
         *((one, {"placement": "distributed"}, False) for one in (*CENTRAL, *CLOSED)),
-        *((one, {"placement": "distributed", "trusted_server": False}, False) for one in (*CENTRAL, *CLOSED)),
+        *((one, {"placement": "distributed", "server_completes_noise": False}, False) for one in (*CENTRAL, *CLOSED)),
         (CENTRAL[1], {"placement": "distributed", "keep_ratio": 0.5}, False),
     ],
     ids=str,
@@ -240,7 +240,7 @@ CLOSED = (FixedSizeSampling(cohort_size=2), RoundRobinSampling(cohort_size=1), F
 def test_a_cohort_is_drawn_from_the_clients_of_the_accounting(sampling, words, takes_more):
     strategy = DPFedSAM(clip_norm=1.0, noise_multiplier=1.0, num_clients=4, delta=DELTA, sampling=sampling, **words)
     release, names = strategy.rules.training, tuple("abcdefgh")
-    assert release.open_population is takes_more
+    assert release.accepts_new_clients is takes_more
     for count in range(1, 9):
         if count == 4 or (count > 4 and takes_more):
             assert (release.cohort(strategy.state, names[:count], strategy._session.generator("cohort"))[0] < count).all()
@@ -282,7 +282,7 @@ def test_a_delta_is_judged_by_the_clients_that_are_known():
     """0.3 is below 1 / 3 clients of the start, and above 1 / 4 once one has joined, also after it has left."""
     for changes, warned in (({}, False), ({2: {4: "d"}}, True), ({2: {4: "d"}, 3: {4: None}}, True)):
         strategy, _ = run(THREE, changes, strategy=DPFedAvg(**WORDS | {"delta": 0.3}))
-        assert ("DELTA IS NO GUARANTEE: 0.3 is at least 1 / 4 clients" in str(strategy.statement)) is warned
+        assert ("DELTA IS NO GUARANTEE: 0.3 is at least 1/4 for 4 clients" in " ".join(str(strategy.statement).split())) is warned
 
 
 def test_a_fourth_client_joins_and_takes_part(caplog):
@@ -297,7 +297,7 @@ def test_a_client_that_leaves_is_not_asked_and_the_denominator_stays():
     strategy, grid = run(THREE, {2: {3: None}})
     assert grid.asked == [{1, 2, 3}, {1, 2}, {1, 2}]
     assert strategy.missing.total == 0
-    assert strategy.rules.release.expected_cohort == 3
+    assert strategy.rules.release.expected_cohort_size == 3
 
 
 @pytest.mark.parametrize("node", [77, 3])
@@ -312,7 +312,7 @@ def test_a_name_is_asked_on_one_node_alone(caplog):
     strategy, grid = run(THREE, {2: {9: "c"}, 3: {3: None}, 4: {3: "c"}}, num_rounds=4)
     assert grid.asked == [{1, 2, 3}, {1, 2, 3}, {1, 2, 9}, {1, 2, 9}]
     assert [report.cohort_size for report in strategy.rounds] == [3, 3, 3, 3]
-    assert "client 'c' is hosted by nodes 3 and 9: the first one is asked" in caplog.text
+    assert "Client 'c' is hosted by nodes 3 and 9: the first one gets its requests" in caplog.text
 
 
 def test_a_run_that_everybody_left_waits_and_then_fails():
@@ -322,7 +322,7 @@ def test_a_run_that_everybody_left_waits_and_then_fails():
 
 def test_a_node_that_is_left_out_is_nobody_for_whom_a_run_goes_on():
     """Every round would be charged, and nobody asked."""
-    words = {"most_newcomers": 0, "registration_timeout": 0.3}
+    words = {"max_new_clients": 0, "registration_timeout": 0.3}
     with pytest.raises(TimeoutError, match="no client is connected any more"):
         run(THREE, {2: {**dict.fromkeys(THREE), 9: "x"}}, strategy=DPFedAvg(**WORDS, **words))
 
@@ -342,7 +342,7 @@ def test_methods_with_terms_of_single_clients_take_no_newcomers_but_take_back_th
     strategy = FedSGDDPC(**words, epsilon=1.0, learning_rate=0.1, num_replies=9)
     _, grid = run(THREE, {2: {3: None, 4: "d"}, 3: {30: "c"}}, strategy=strategy, kind="fedsgd-dpc")
     assert grid.asked == [{1, 2, 3}, {1, 2}, {1, 2, 30}]
-    assert "1 clients of node 4 are not asked: d; with them there would be more than 3 (num_clients)" in caplog.text
+    assert "1 clients of node 4 get no requests: d; with them there would be more than 3 (num_clients)" in caplog.text
     counts = {name: ledger.num_charges for name, ledger in strategy.rules.ledgers(strategy.charges).items()}
     assert counts == {"a": 3, "b": 3, "c": 2}
 
@@ -371,7 +371,7 @@ def test_in_turn_a_run_goes_on_with_the_clients_and_the_order_with_which_it_bega
     strategy = DPFedAvg(**words)
     release = strategy.rules.training if how == "training" else strategy.rules.evaluation
     _, begun = release.cohort(strategy.state, ("a", "b", "c"), strategy._session.generator("cohort"))
-    strategy._session.note(releases={release.name: begun})
+    strategy._session.update_state(releases={release.name: begun})
     with pytest.raises(ValueError, match="in the same order"):
         release.cohort(strategy.state, ("b", "c", "a"), strategy._session.generator("cohort"))
 

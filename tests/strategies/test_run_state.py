@@ -15,7 +15,7 @@ from dp_accounting import SelfComposedDpEvent
 from flwr.app import ArrayRecord, ConfigRecord
 
 from flower_dp.core.sampling import FullSampling, PoissonSampling
-from flower_dp.core.stored import packed, same, unpacked
+from flower_dp.core.serialization import dump_bytes, load_bytes, same
 from flower_dp.privacy import accounting
 from flower_dp.privacy.charges import Charges
 from flower_dp.privacy.private_file import LedgerError
@@ -47,7 +47,7 @@ def rounds(strategy: DPStrategy, model: ArrayRecord, numbers: range) -> ArrayRec
 
 
 def moved(strategy: DPStrategy, state: object) -> DPStrategy:
-    strategy.state = unpacked(packed(state))
+    strategy.state = load_bytes(dump_bytes(state))
     return strategy
 
 
@@ -61,7 +61,7 @@ def test_charges_keep_their_cost_a_run_goes_on_with_the_same_releases_alone():
     changes = ({"noise_multiplier": 2.0}, {"sampling": PoissonSampling(sampling_rate=0.5)}, {"num_clients": 5})
     for changed in (*changes, {"evaluation": replace(evaluation, noise_multiplier=4.0)}):
         words = WORDS | {"evaluation": evaluation} | changed
-        with pytest.raises(ValueError, match=r"state: what was charged for .* is .*, and this strategy releases"):
+        with pytest.raises(ValueError, match=r"state: the charges of .* are for .*, and this strategy releases"):
             moved(DPFedAvg(**words), strategy.state)
         moved(DPFedAvg(**words), fresh)
     with pytest.raises(ValueError, match="private evaluations were charged, and this strategy has none"):
@@ -76,14 +76,14 @@ def test_replies_keep_their_cost_a_run_goes_on_by_the_same_terms_alone():
     evaluation = LocalEvaluation(budget=EvaluationBudget(epsilon=0.5, num_evaluations=2))
     words = PASGD | {"evaluation": evaluation}
     strategy = DPPASGD(**words)
-    strategy._session.open(("a", "b"))
+    strategy._session.register_clients(("a", "b"))
     charge(strategy, ("a",))
     charge(strategy, ("b",), release=strategy.rules.evaluation)
     same_terms = moved(DPPASGD(**words), strategy.state)
     assert same_terms.rules.evaluation.counts(same_terms.charges) == {"a": 0, "b": 1}
     smaller = {"evaluation": replace(evaluation, budget=EvaluationBudget(epsilon=0.25, num_evaluations=2))}
     for changed in ({"epsilon": 1.0}, {"batch_size": 2}, {"num_steps": 8}, smaller):
-        with pytest.raises(ValueError, match=r"state: what was charged for .* is"):
+        with pytest.raises(ValueError, match=r"state: the charges of .* are for"):
             moved(DPPASGD(**words | changed), strategy.state)
 
 
@@ -109,20 +109,20 @@ def test_a_run_that_has_ended_stays_so():
     strategy = DPFedAvg(**PRIVATE, target_epsilon=6.0)
     strategy.plan(50)
     rounds(strategy, MODEL, range(1, 2))
-    strategy._session.note(ended_before=2)
+    strategy._session.update_state(ended_before=2)
     other = moved(DPFedAvg(**PRIVATE, target_epsilon=6.0), strategy.state)
     assert not other.configure_train(2, MODEL, ConfigRecord(), grid_of_four())
 
 
 def test_a_run_of_local_ledgers_does_not_go_on_with_clients_that_it_did_not_begin_with():
     strategy = DPPASGD(**PASGD)
-    strategy._session.open(("a", "b"))
+    strategy._session.register_clients(("a", "b"))
     charge(strategy, ("a",))
     other = moved(DPPASGD(**PASGD), strategy.state)
-    other._session.open(("b",))  # a client that is not there yet
+    other._session.register_clients(("b",))  # a client that is not there yet
     assert other.rules.training.counts(other.charges) == {"a": 1, "b": 0}
-    with pytest.raises(ValueError, match="'c' was not there when this run began"):
-        other._session.open(("a", "c"))
+    with pytest.raises(ValueError, match="'c' joined after the run began"):
+        other._session.register_clients(("a", "c"))
 
 
 PRIVATE = {name: value for name, value in WORDS.items() if name != "noise_seed"}
@@ -183,13 +183,13 @@ def test_of_several_copies_one_alone_releases_a_round_that_was_charged_once(how,
     if release == "evaluation":
         strategy.aggregate_train(1, grid.send_and_receive(messages))
         strategy.configure_evaluate(1, MODEL, ConfigRecord(), grid)
-        assert how(strategy)._session.evaluate(1, []) is None
-        assert not how(strategy)._session.asked
+        assert how(strategy)._session.add_evaluation(1, []) is None
+        assert not how(strategy)._session.pending
     else:
         with pytest.raises(RuntimeError, match="aggregate_train needs configure_train"):
             how(strategy).aggregate_train(1, grid.send_and_receive(messages))
         assert how(strategy).charges.numbers() == {"dp-fedavg": 1}
-    assert strategy._session.asked
+    assert strategy._session.pending
 
 
 @pytest.mark.parametrize("how", [copy.deepcopy, pickled])
@@ -200,7 +200,9 @@ def test_of_several_copies_between_rounds_one_alone_goes_on(how, first):
     rounds(strategy, MODEL, range(1, 3))
     one, other = (how(strategy), strategy) if first == "the copy" else (strategy, how(strategy))
     rounds(one, MODEL, range(3, 4))
-    with pytest.raises(LedgerError, match="the state has 2 of them: it is an older one, or a copy of this strategy has gone on"):
+    with pytest.raises(
+        LedgerError, match="the state has 2 of them: the state is older, or a copy of this strategy has continued the run"
+    ):
         other.configure_train(3, MODEL, ConfigRecord(), grid)
     assert not [message for message in grid.sent if message.metadata.message_type == "train"]
     other.begin()
@@ -216,7 +218,7 @@ def test_a_pickle_of_a_run_that_has_gone_on_and_was_deleted_does_not_go_on():
     rounds(strategy, MODEL, range(2, 3))
     del strategy
     gc.collect()
-    with pytest.raises(LedgerError, match="the state has 1 of them: it is an older one"):
+    with pytest.raises(LedgerError, match="the state has 1 of them: the state is older"):
         pickle.loads(text).configure_train(2, MODEL, ConfigRecord(), grid)  # noqa: S301
 
 
@@ -225,13 +227,13 @@ def test_a_state_of_another_run_that_was_charged_as_often_is_refused():
     first, second = DPFedAvg(**PRIVATE), DPFedAvg(**PRIVATE)
     for one in (first, second):
         rounds(one, MODEL, range(1, 3))
-    with pytest.raises(LedgerError, match="it is of another run, which was charged as often as this one"):
+    with pytest.raises(LedgerError, match="another run made it, which was charged as often as this one"):
         moved(first, second.state)
     moved(first, first.state)
     moved(moved(DPFedAvg(**PRIVATE), second.state), second.state)
     first.begin()
     moved(first, second.state)
-    assert (first.statement.num_rounds, first.statement.joint.num_runs) == (2, 2)
+    assert (first.statement.num_charged_rounds, first.statement.joint.num_runs) == (2, 2)
 
 
 def test_a_state_without_its_charges_is_refused():
@@ -251,10 +253,10 @@ def test_what_was_charged_elsewhere_is_not_forgotten_where_a_ledger_is_opened(tm
     strategy = moved(DPFedAvg(**PRIVATE, ledger=tmp_path / "server.sqlite"), first.state)
     with pytest.raises(LedgerError, match=r"ledger .*: this run was charged 2 x dp-fedavg elsewhere, and the ledger would lack"):
         rounds(strategy, MODEL, range(3, 4))
-    assert strategy.statement.num_rounds == 2
+    assert strategy.statement.num_charged_rounds == 2
     strategy.begin()
     rounds(strategy, MODEL, range(1, 2))
-    assert strategy.statement.num_rounds == 1
+    assert strategy.statement.num_charged_rounds == 1
 
 
 @pytest.mark.parametrize("how", [lambda strategy: strategy, copy.deepcopy, pickled], ids=["itself", "copy", "pickled"])
@@ -263,7 +265,7 @@ def test_what_was_charged_elsewhere_is_in_the_joint_epsilon(how):
     rounds(other, MODEL, range(1, 4))
     strategy = how(moved(DPFedAvg(**PRIVATE), other.state))
     rounds(strategy, MODEL, range(4, 5))
-    assert (strategy.statement.num_rounds, strategy.statement.joint) == (4, None)
+    assert (strategy.statement.num_charged_rounds, strategy.statement.joint) == (4, None)
     for number in (2, 3):
         strategy.begin()
         rounds(strategy, MODEL, range(1, 2))
@@ -282,12 +284,12 @@ def test_on_a_ledger_a_state_has_the_charges_that_the_run_has_there(tmp_path):
         for state, has in ((fresh, "nothing"), (first, "1 x dp-fedavg")):
             with pytest.raises(LedgerError, match=f"this run was charged 2 x dp-fedavg, and the state has {has}: its statement"):
                 strategy.state = state
-        assert strategy.statement.num_rounds == 2
+        assert strategy.statement.num_charged_rounds == 2
         if not closes:
             strategy.close()
     strategy.begin()
     strategy.state = fresh
-    assert strategy.statement.num_rounds == 0
+    assert strategy.statement.num_charged_rounds == 0
 
 
 @pytest.mark.parametrize("on_ledger", [True, False])
@@ -328,7 +330,7 @@ def test_no_state_is_set_while_a_round_is_open(release, which):
         strategy.state = state
     assert strategy.statement == stated
     finish(1, replies)
-    assert not strategy._session.asked
+    assert not strategy._session.pending
 
 
 @pytest.mark.parametrize("release", ["training", "evaluation"])
@@ -339,9 +341,9 @@ def test_a_round_is_not_released_where_its_release_was_charged_again_since(relea
     other = how(strategy)
     own = other.rules.training if release == "training" else other.rules.evaluation
     charge(other, [str(node) for node in range(4)], release=own)
-    with pytest.raises(RuntimeError, match="the run has gone on while the round was open, and the round is not released"):
+    with pytest.raises(RuntimeError, match="has continued the run while the round was open, so the round is not released"):
         finish(1, replies)
-    assert not strategy._session.asked
+    assert not strategy._session.pending
 
 
 def test_a_new_run_begins_while_a_round_is_open():
@@ -349,7 +351,7 @@ def test_a_new_run_begins_while_a_round_is_open():
     strategy, *_ = open_round("training")
     strategy.begin()
     rounds(strategy, MODEL, range(1, 2))
-    assert strategy.statement.num_rounds == 1
+    assert strategy.statement.num_charged_rounds == 1
     assert strategy.statement.joint.num_runs == 2
 
 
@@ -367,7 +369,7 @@ def test_what_a_strategys_runs_have_cost_together_is_told():
     copied.start(grid_of_four(), MODEL, num_rounds=1)
     for one, count, num_runs in ((strategy, 5, 2), (copied, 6, 3)):
         assert (one.statement.joint.epsilon, one.statement.joint.num_runs) == (cost(count), num_runs)
-    assert strategy.statement.num_rounds == 3
+    assert strategy.statement.num_charged_rounds == 3
     seeded = DPFedAvg(**WORDS)
     for _ in range(2):
         seeded.start(grid_of_four(), MODEL, num_rounds=1)
@@ -394,9 +396,9 @@ class Twice(DPFedAvg):
 def test_a_second_start_within_a_start_forgets_nothing():
     """The statement was that of the second half alone, and a target epsilon was spent twice."""
     strategy, grid = Twice(**PRIVATE), grid_of_four()
-    with pytest.raises(RuntimeError, match="rounds were charged already, and a new run would forget what they have cost"):
+    with pytest.raises(RuntimeError, match="rounds were charged already, and a new run would forget their cost"):
         strategy.start(grid, MODEL, num_rounds=2)
-    assert strategy.statement.num_rounds == 2
+    assert strategy.statement.num_charged_rounds == 2
     assert len([one for one in grid.sent if one.metadata.message_type == "train"]) == 8
     with pytest.raises(RuntimeError, match="rounds were charged already"):  # a new run, as far as its second start
         strategy.start(grid, MODEL, num_rounds=2)
@@ -430,9 +432,9 @@ def test_states_are_equal_if_all_that_they_hold_is():
     ],
 )
 def test_a_value_that_was_stored_is_what_it_was(value):
-    found = unpacked(packed(value))
+    found = load_bytes(dump_bytes(value))
     assert same(found, value)
-    assert packed(found) == packed(value)
+    assert dump_bytes(found) == dump_bytes(value)
 
 
 @pytest.mark.parametrize(
@@ -450,9 +452,9 @@ def test_a_value_that_was_stored_is_what_it_was(value):
 def test_a_malformed_state_is_refused(held):
     body = msgspec.msgpack.encode(held)
     for content in (body, body[:-1], body + b"x", b""):
-        file = b"flower-dp state 2\n%s\n%s" % (hashlib.sha256(content).hexdigest().encode(), content)
+        file = b"flower-dp state 3\n%s\n%s" % (hashlib.sha256(content).hexdigest().encode(), content)
         with pytest.raises(ValueError, match="is malformed"):
-            unpacked(file)
+            load_bytes(file)
 
 
 @pytest.mark.parametrize(
@@ -460,4 +462,4 @@ def test_a_malformed_state_is_refused(held):
 )
 def test_what_is_no_value_is_not_stored(value):
     with pytest.raises(ValueError, match=r"state/x/0=.*can't be stored"):
-        packed({"x": [value]})
+        dump_bytes({"x": [value]})

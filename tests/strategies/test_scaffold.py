@@ -10,7 +10,7 @@ from flwr.app import Array, ArrayRecord, RecordDict
 from flwr.clientapp import ClientApp
 
 from flower_dp.clients import DPFedPAQRecipe, LocalDPClient, ScaffoldRecipe, model_arrays
-from flower_dp.clients.kept import KEY, kept_of
+from flower_dp.clients.client_vectors import KEY, load_vector
 from flower_dp.core.sampling import FullSampling
 from flower_dp.privacy.dp_fedpaq import FedPAQSteps
 from flower_dp.strategies import Scaffold
@@ -77,7 +77,7 @@ def test_a_client_that_comes_back_without_its_vector_starts_at_zero_and_the_serv
 
     strategy.start(grid, model_arrays(linear()), num_rounds=3, evaluate_fn=lose)
     assert "1 times a client came back without its control variate and started at zero (c2)" in strategy.statement.incidents
-    assert "control variates lost, they start at zero: c2" in caplog.text
+    assert "Control variates were lost and start at zero: c2" in caplog.text
     assert [report.replies for report in strategy.rounds] == [4, 4, 4]
     # From zero, by its last message alone.
     sent = np.stack(rows_of(grid)).reshape(3, 4, -1)[2, 2]
@@ -88,8 +88,8 @@ def test_a_client_that_comes_back_without_its_vector_starts_at_zero_and_the_serv
 @pytest.mark.parametrize("kept", [np.zeros(17, np.float32), np.zeros(18), np.full(18, np.nan, np.float32)])
 def test_a_damaged_vector_counts_as_none(kept):
     state = RecordDict({KEY: ArrayRecord({"a": Array(kept)})})
-    assert kept_of(state, "a", 18) is None
-    assert kept_of(state, "b", 18) is None
+    assert load_vector(state, "a", 18) is None
+    assert load_vector(state, "b", 18) is None
 
 
 def test_a_numpy_client_finds_the_servers_vector_behind_the_model():
@@ -110,10 +110,10 @@ def test_few_levels_are_refused_since_errors_would_grow():
     strategy, recipe = pair(quantization_levels=4)  # sqrt(18) = 4.2
     with pytest.raises(ValueError, match=r"quantization_levels=4: .* must be at least 5 for 18 parameters"):
         start(strategy, grid_of(recipe, FOUR), 1)
-    assert strategy.statement.num_rounds == 0
+    assert strategy.statement.num_charged_rounds == 0
 
 
-def test_quantised_control_variates_are_those_of_the_quantised_message():
+def test_quantized_control_variates_are_those_of_the_quantized_message():
     strategy, recipe = pair(quantization_levels=40)
     grid = grid_of(recipe, FOUR)
     start(strategy, grid, 4)

@@ -1,4 +1,4 @@
-"""Flower's server optimisers behind the noise; expected models by hand and by Flower itself."""
+"""Flower's server optimizers behind the noise; expected models by hand and by Flower itself."""
 
 import logging
 
@@ -11,7 +11,7 @@ from flwr.serverapp.strategy import FedAdam, FedAvg, FedAvgM, FedProx, QFedAvg
 from flower_dp.core.sampling import FullSampling
 from flower_dp.core.vectors import Layout
 from flower_dp.strategies import DPFedAvg
-from flower_dp.strategies.releases.left_out import RoundLeftOut
+from flower_dp.strategies.releases.left_out import RoundDiscarded
 from flower_dp.strategies.server_optimizer import ServerOptimizer
 from tests.grids import LocalGrid
 from tests.stock import arrays, shifted, stock_app
@@ -28,14 +28,14 @@ def steps(optimizer, moves):
     return vector
 
 
-def test_a_second_run_starts_with_a_fresh_optimiser():
+def test_a_second_run_starts_with_a_fresh_optimizer():
     strategy = DPFedAvg(**WORDS, server_optimizer=FedAdam(eta=0.1, beta_1=0.9, beta_2=0.99, tau=1e-3))
     grid, zeros = LocalGrid(stock_app(shifted(lambda node: 0.25)), 2), arrays(w=np.zeros(4, np.float32))
     first, second = (strategy.start(grid, zeros, num_rounds=3).arrays["w"].numpy() for _ in range(2))
     np.testing.assert_allclose(first, second, rtol=1e-3)
 
 
-def test_the_noise_reaches_the_optimiser_and_not_the_raw_mean():
+def test_the_noise_reaches_the_optimizer_and_not_the_raw_mean():
     strategy = DPFedAvg(**WORDS | {"clip_norm": 1.0, "noise_multiplier": 50.0}, server_optimizer=FedAvgM(server_momentum=0.0))
     grid = LocalGrid(stock_app(shifted(lambda node: 0.0)), 2)
     result = strategy.start(grid, arrays(w=np.zeros(4000, np.float32)), num_rounds=1)
@@ -93,11 +93,11 @@ def test_a_model_that_is_not_finite_leaves_the_round_out():
         def aggregate_train(self, server_round, replies):
             return ArrayRecord({name: Array(np.full(shape, np.nan)) for name, shape in (("w", (2, 2)), ("b", (1,)))}), None
 
-    with pytest.raises(RoundLeftOut, match="Broken gave a model with NaN"):
+    with pytest.raises(RoundDiscarded, match="Broken gave a model with NaN"):
         steps(ServerOptimizer(Broken()), [1])
 
 
-def test_after_a_round_that_is_left_out_the_optimiser_goes_on_as_if_it_had_not_been():
+def test_after_a_round_that_is_left_out_the_optimizer_goes_on_as_if_it_had_not_been():
     """Its NaN stayed in the momentum: all later rounds were charged and left out as well."""
 
     class Bursting(FedAvgM):

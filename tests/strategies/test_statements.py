@@ -9,9 +9,9 @@ from dp_accounting import GaussianDpEvent, PoissonSampledDpEvent, SelfComposedDp
 from flower_dp.core.sampling import FixedSizeSampling, FullSampling, PoissonSampling, RoundRobinSampling
 from flower_dp.privacy import accounting
 from flower_dp.privacy.dp_fedpaq import FedPAQSteps
-from flower_dp.strategies import DPPASGD, DPFedAvg, DPFedPAQ, DPFedSAM, FedSGDDPC, FedSMP, NbAFL, Scaffold
+from flower_dp.strategies import DPPASGD, DPFedAvg, DPFedPAQ, DPFedSAM, FedSGDDPC, FedSMP, NbAFL, PrivateEvaluation, Scaffold
 from flower_dp.strategies.not_covered import OTHER_RUNS
-from flower_dp.strategies.releases.replies import Missing
+from flower_dp.strategies.releases.replies import MissingReplies
 from flower_dp.strategies.run_state import RunFacts
 from tests.charges import charge
 
@@ -45,7 +45,7 @@ def stated(strategy, rounds=3, names=NAMES):
 
 def stated_with(strategy, **changes):
     """The statement of its charges, with other facts on the run."""
-    facts = RunFacts(seeded_noise=False, missing=Missing(), incidents=(), report_client_metrics=False)
+    facts = RunFacts(seeded_noise=False, missing=MissingReplies(), incidents=(), report_client_metrics=False)
     return strategy.rules.statement(strategy.state, replace(facts, **changes))
 
 
@@ -54,7 +54,7 @@ def test_every_statement_names_other_runs_and_all_else_that_it_leaves_out(method
     own, rest = stated(METHODS[method]()).not_covered
     assert own.startswith(OTHER_RUNS)
     assert ("ledger file" in own) == (method not in ("dp-fedavg", "dp-fedsam", "fed-smp"))
-    assert rest.startswith("everything else that is computed from client data: choice of settings, timing, logs")
+    assert rest.startswith("Everything else computed from client data: the choice of settings, timing, logs")
 
 
 # Assumptions
@@ -64,8 +64,8 @@ def relies(statement, arguments):
     return [line for line in statement.assumptions if arguments in line]
 
 
-BATCH = "which records are in a batch is known to the client alone"
-CHOICE = "only the client knows which of its records it takes"
+BATCH = "Only the client knows which records are in a batch."
+CHOICE = "Only the client knows which of its records it uses."
 GAUSSIAN = SGD | {"mechanism": "gaussian", "delta": 1e-3, "num_records": SIZES}
 POISSON = PASGD | {"epsilon": 0.3, "learning_rate": 0.25, "batch_sampling": "poisson", "num_records": 80}
 
@@ -105,19 +105,23 @@ def test_a_secret_cohort_is_assumed_where_a_cost_counts_it(sampling, relied):
     relation = "replace-one" if isinstance(sampling, FixedSizeSampling) else "add-or-remove-one"
     strategy = DPFedAvg(**arguments, sampling=sampling, relation=relation)
     statement = stated(strategy, names=MANY)
-    assert bool(relies(statement, "the cohort of a round is known to nobody")) == relied
+    assert bool(relies(statement, "No outsider or participant learns a round's cohort")) == relied
     fixed = isinstance(sampling, FixedSizeSampling)
-    assert bool(relies(statement, "a sampling rate of 40/399 in that round, where 40/400 is accounted for")) == fixed
+    unaccounted = "NOT ACCOUNTED FOR in training: epsilon uses the sampling rate 40/400. Against a client that knows it was not "
+    assert bool(relies(statement, f"{unaccounted}selected, the rate is 40/399 in that round")) == fixed
     outsiders = next(one for one in statement.adversaries if one.name == "outsiders")
-    assert outsiders.sees.endswith(", not who took part") == fixed
-    assert outsiders.sees.endswith(", and who took part") == (not relied)
+    assert outsiders.view.endswith("; not which clients took part") == fixed
+    assert outsiders.view.endswith(", and who took part") == (not relied)
 
 
-CENTRAL = "the server is trusted: it sees single updates and adds the noise"
-SHARES = "clients add their shares of the noise; single messages are not private and are seen by the aggregator only"
-TOPPED = "the server is trusted to add the shares of noise that are missing in a round"
-APART = "clients do not combine their knowledge of their shares of the noise, nor does a node that hosts several"
-NONE = "no noise is added to updates: training is not private"
+CENTRAL = "The server is trusted: it sees single updates and adds the noise."
+SHARES = (
+    "Every replying client adds its noise share. Single messages are not private: only the aggregator receives them, and it is "
+    "trusted not to look at single ones."
+)
+TOPPED = "The server is trusted to add every noise share that a round's sum lacks."
+APART = "Clients do not combine what they know of their noise shares; nor does a node that hosts several clients."
+NONE = "No noise is added to updates: training is not private."
 
 
 @pytest.mark.parametrize(
@@ -125,7 +129,7 @@ NONE = "no noise is added to updates: training is not private"
     [
         ({"placement": "central"}, (CENTRAL,)),
         ({}, (SHARES, TOPPED, APART)),
-        ({"trusted_server": False}, (SHARES, APART)),
+        ({"server_completes_noise": False}, (SHARES, APART)),
         ({"placement": "central", "noise_multiplier": 0.0}, (NONE,)),
         ({"noise_multiplier": 0.0}, (NONE,)),
     ],
@@ -133,25 +137,75 @@ NONE = "no noise is added to updates: training is not private"
 )
 def test_who_is_trusted_with_the_noise_is_said(arguments, assumed):
     statement = stated(DPFedSAM(**LEVEL | arguments, sampling=FullSampling()))
-    assert statement.assumptions[0] == "clients clip as asked, and whether a client answers does not depend on its data"
+    assert (
+        statement.assumptions[0]
+        == "Every client clips what it sends as instructed. Whether it replies does not depend on its data."
+    )
     assert tuple(line for line in statement.assumptions if line in (CENTRAL, SHARES, TOPPED, APART, NONE)) == assumed
 
 
 def test_a_release_that_tells_the_cohort_says_that_sampling_lowers_no_cost():
     sampled = LEVEL | {"num_clients": 400, "delta": 1e-4}
-    arguments = "adversaries may know who takes part: sampling lowers no cost"
-    strategy = DPFedSAM(**sampled, sampling=PoissonSampling(sampling_rate=0.1), trusted_server=False)
+    arguments = "Adversaries may know who takes part, so epsilon claims no amplification by sampling."
+    strategy = DPFedSAM(**sampled, sampling=PoissonSampling(sampling_rate=0.1), server_completes_noise=False)
     strategy.plan(3)
-    assert relies(strategy.statement, arguments)
+    assert relies(strategy.statement, arguments + " Neighboring runs differ in one client, whose update is replaced by zero.")
     assert not relies(stated(METHODS["dp-fedsam"]()), arguments)
+    fixed = DPFedSAM(**sampled, sampling=FixedSizeSampling(cohort_size=40), server_completes_noise=False)
+    fixed.plan(3)
+    assert relies(fixed.statement, arguments + " Neighboring runs differ in one client, whose update is replaced by any other.")
+
+
+def test_a_statement_separates_training_that_tells_its_cohort_from_evaluations_that_do_not():
+    """Compressed messages rest on each client's own share; metrics on the sum of shares, whose assumptions must be there too."""
+    evaluation = PrivateEvaluation(sampling=PoissonSampling(sampling_rate=0.1), noise_multiplier=4.0, metrics={"accuracy": 1.0})
+    sampled = LEVEL | {"num_clients": 400, "delta": 1e-4}
+    strategy = DPFedSAM(**sampled, sampling=PoissonSampling(sampling_rate=0.1), keep_ratio=0.5, evaluation=evaluation)
+    strategy.plan(3)
+    statement = strategy.statement
+    assert relies(statement, "In training, only a client's own noise share protects it: its message is top-k")
+    assert [line for line in statement.assumptions if line.startswith("In evaluations: ")] == [
+        f"In evaluations: {line}" for line in (SHARES, TOPPED, APART)
+    ]
+    assert relies(
+        statement, "Adversaries may know who takes part in training, so its epsilon claims no amplification by sampling."
+    )
+    assert relies(statement, "No outsider or participant learns who evaluates or how many do")
+    assert statement.unlisted_incidents.startswith("missing or rejected replies to evaluations and reports of single devices")
+
+
+@pytest.mark.parametrize(
+    ("sampling", "evaluates", "unlisted"),
+    [
+        (FullSampling(), None, ""),
+        (PoissonSampling(sampling_rate=0.1), None, "missing or rejected updates and reports of single devices"),
+        (FullSampling(), FullSampling(), "missing or rejected replies to evaluations."),
+        (
+            FullSampling(),
+            PoissonSampling(sampling_rate=0.1),
+            "missing or rejected replies to evaluations and reports of single devices",
+        ),
+    ],
+)
+def test_no_incident_means_none_only_where_all_are_listed(sampling, evaluates, unlisted):
+    evaluation = evaluates and PrivateEvaluation(sampling=evaluates, noise_multiplier=4.0, metrics={"accuracy": 1.0})
+    strategy = DPFedAvg(**LEVEL | {"num_clients": 400, "delta": 1e-4}, sampling=sampling, evaluation=evaluation)
+    statement = strategy.statement
+    assert statement.unlisted_incidents.startswith(unlisted)
+    assert bool(statement.unlisted_incidents) == bool(unlisted)
+    assert ("INCIDENTS      None. Not listed: " in str(statement)) == bool(unlisted)
 
 
 def test_a_local_statement_says_what_is_public_and_whom_nobody_can_check():
     for method in ("fedsgd-dpc", "nbafl", "dp-pasgd", "dp-fedpaq", "scaffold"):
         first, second = stated(METHODS[method]()).assumptions[:2]
-        assert first.startswith("a client clips and adds its noise itself, by its own budget; one that does not loses its own")
-        assert second.startswith("data sizes, budgets, who is asked and who answers are public, and whether a client answers")
-    assert relies(stated(METHODS["nbafl"]()), "the other clients add their noise and don't share it; the server adds its own")
+        assert first.startswith(
+            "Every client clips and adds its noise itself, by its own budget. A client that does not loses its own"
+        )
+        assert second.startswith(
+            "Data sizes, budgets, cohorts and the names of replying clients are public. Whether a client replies"
+        )
+    assert relies(stated(METHODS["nbafl"]()), "other clients add their noise and keep it secret; the server adds its own")
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -159,13 +213,14 @@ def test_what_a_run_went_through_is_said(method):
     strategy = METHODS[method]()
     stated(strategy)
     incidents = ("ended before round 4: no reason",)
-    strategy._session.note(missing=Missing(silent=2, rejected=1), incidents=incidents)
+    strategy._session.update_state(missing=MissingReplies(no_reply=2, rejected=1), incidents=incidents)
     statement = strategy.statement
     assert "ended before round 4: no reason" in statement.incidents
-    assert any(line.startswith("3 ") and "that were asked for did not count" in line for line in statement.incidents)
+    missed = ("3 requested updates did not count: ", "3 requested replies did not count: ")
+    assert any(line.startswith(missed) for line in statement.incidents)
     if method not in ("dp-fedavg", "dp-fedsam", "fed-smp"):
-        strategy._session.note(releases={strategy.rules.training.name: 5})
-        assert "5 times a client whose budget was spent was not asked" in strategy.statement.incidents
+        strategy._session.update_state(releases={strategy.rules.training.name: 5})
+        assert "5 times a client was skipped because its budget was spent" in strategy.statement.incidents
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -177,8 +232,8 @@ def test_metrics_without_noise_are_named(method):
         return [line for line in stated_with(strategy, **changes).not_covered if line.startswith("CLIENT METRICS")]
 
     assert not told()
-    assert "CLIENT METRICS: clients sent training metrics without noise" in told(report_client_metrics=True)
-    assert any("configure_evaluate asks clients for metrics without noise" in line for line in told(own_evaluation=True))
+    assert "CLIENT METRICS: clients sent training metrics without noise." in told(report_client_metrics=True)
+    assert any("configure_evaluate requests metrics without noise" in line for line in told(custom_evaluation=True))
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -186,7 +241,7 @@ def test_no_number_of_a_paper_is_valid_with_noise_from_a_seed(method):
     strategy = METHODS[method]()
     stated(strategy)
     statement = stated_with(strategy, seeded_noise=True)
-    papers = [statement.paper, *(one.paper for one in statement.adversaries)]
+    papers = [statement.paper_epsilon, *(one.paper_epsilon for one in statement.adversaries)]
     assert not any(paper.valid for paper in papers if paper is not None)
     assert all("seed" in paper.reason for paper in papers if paper is not None)
     assert statement.epsilon == math.inf
@@ -201,8 +256,8 @@ def test_no_number_of_a_paper_is_valid_with_noise_from_a_seed(method):
         ({"sampling": FixedSizeSampling(cohort_size=40), "relation": "replace-one"}, "assumes Poisson sampling"),
         ({"sampling": FullSampling(), "relation": "replace-one"}, "it holds for add-or-remove-one"),
         (
-            {"sampling": PoissonSampling(sampling_rate=0.1), "trusted_server": False},
-            "missing shares of noise reveal who takes part",
+            {"sampling": PoissonSampling(sampling_rate=0.1), "server_completes_noise": False},
+            "the number of noise shares in a sum reveals who takes part",
         ),
         ({"sampling": FullSampling(), "keep_ratio": 0.5}, "top-k of each client's own noised update is not post-processing"),
         ({"sampling": FullSampling()}, None),
@@ -210,10 +265,10 @@ def test_no_number_of_a_paper_is_valid_with_noise_from_a_seed(method):
 )
 def test_the_papers_epsilon_is_valid_where_its_assumptions_hold(arguments, fault):
     strategy = DPFedSAM(**LEVEL | {"num_clients": 400, "delta": 1e-4}, **arguments)
-    paper = stated(strategy, 2, MANY).paper
+    paper = stated(strategy, 2, MANY).paper_epsilon
     assert paper.valid == (fault is None)
     assert fault is None or fault in paper.reason
-    rate = arguments["sampling"].expected_cohort(400) / 400
+    rate = arguments["sampling"].expected_cohort_size(400) / 400
     event = SelfComposedDpEvent(PoissonSampledDpEvent(rate, GaussianDpEvent(4.0)), 2)
     assert paper.epsilon == pytest.approx(accounting.rdp_epsilon(event, delta=1e-4, relation="add-or-remove-one"))
 
@@ -222,13 +277,18 @@ def test_one_client_without_noise_makes_a_run_not_private():
     budgets = dict(zip(NAMES, (0.5, math.inf, 1.0, 0.1), strict=True))
     statement = stated(FedSGDDPC(**SGD | {"epsilon": budgets}, mechanism="laplace", num_records=8))
     assert not statement.private
-    assert (statement.clients, statement.adversaries, statement.parts, statement.adversary) == (None, (), {}, "nobody")
+    assert (statement.clients, statement.adversaries, statement.epsilon_by_release, statement.protected_against) == (
+        None,
+        (),
+        {},
+        "nobody",
+    )
     waiting = FedSGDDPC(**SGD | {"epsilon": budgets}, mechanism="laplace", num_records=8)
     waiting.plan(3, NAMES)
     charge(waiting, ("c0", "c2"))
     assert not waiting.statement.private  # before the one without noise has sent anything
     pasgd = stated(DPPASGD(**PASGD | {"epsilon": budgets}, batch_size=4, learning_rate=0.25))
-    assert (pasgd.private, pasgd.paper) == (False, None)
+    assert (pasgd.private, pasgd.paper_epsilon) == (False, None)
 
 
 @pytest.mark.parametrize("sampling", [FullSampling(), FixedSizeSampling(cohort_size=2)], ids=["full", "fixed-size"])

@@ -81,9 +81,9 @@ def finish(folder, config, accuracy=0.5, *, epsilon=2.0, finished=True, **more):
     (folder / "run-config.toml").write_text(tomli_w.dumps(dict(config)))
     rows = [{"round": at, "accuracy": accuracy * at, "epsilon": epsilon * at, "delta": 1e-3} | more for at in (0, 1)]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    statement = {"private": True, "epsilon": epsilon, "delta": 1e-3, "unit": "client", "relation": "add-or-remove-one"}
-    statement["adversary"] = "outsiders"
-    (folder / "statement.json").write_text(json.dumps(statement))
+    guarantee = {"private": True, "epsilon": epsilon, "delta": 1e-3, "unit": "client", "relation": "add-or-remove-one"}
+    guarantee["protected_against"] = "outsiders"
+    (folder / "statement.json").write_text(json.dumps({"format": 2, "guarantee": guarantee}))
     (folder / "model.safetensors").write_bytes(b"")
     (folder / "model.json").write_text(json.dumps({} if finished else {"unfinished": "after round 1"}))
     return folder
@@ -94,5 +94,5 @@ def checkpoint(run, setting=None, *, ended=False):
     found = CheckpointFolder(run / "checkpoint")
     found.create()
     setting = {"method": "DP-FedAvg"} if setting is None else setting
-    found.write(Checkpoint(setting=setting, server_round=1, is_over=True, state=RunState(), arrays={}, ended=ended))
+    found.write(Checkpoint(setting=setting, server_round=1, round_complete=True, state=RunState(), arrays={}, ended=ended))
     return found.path / NEWEST

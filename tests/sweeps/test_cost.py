@@ -7,23 +7,23 @@ import dp_accounting as dp
 import pytest
 from dp_accounting import GaussianDpEvent, LaplaceDpEvent, NonPrivateDpEvent
 
-from flower_dp.privacy.charges import EVERY_CLIENT, Scope
+from flower_dp.privacy.charges import ALL_CLIENTS, CostScope
 from flower_dp.privacy.store import Store
-from flower_dp.sweeps.cost import Charged, compose, statement_of
+from flower_dp.sweeps.cost import RunCharges, compose, statement_of
 from tests.charges import charge_each
 
 ONE = GaussianDpEvent(3.0)
-CLIENT = Scope(unit="client", relation="add-or-remove-one")
-RECORD = Scope(unit="record", relation="replace-one")
+CLIENT = CostScope(unit="client", relation="add-or-remove-one")
+RECORD = CostScope(unit="record", relation="replace-one")
 
 
-def charge(number, owners=(EVERY_CLIENT,), events=(ONE,), scope=CLIENT):
-    words = {"release": scope.unit, "number": number, "server_round": number, "kind": "b", "scope": scope}
+def charge(number, owners=(ALL_CLIENTS,), events=(ONE,), scope=CLIENT):
+    words = {"release": scope.unit, "number": number, "server_round": number, "fingerprint": "b", "scope": scope}
     return charge_each(dict(zip(owners, events, strict=True)), **words)
 
 
 def charged(*histories):
-    return Charged(histories=histories, private=True)
+    return RunCharges(histories=histories, private=True)
 
 
 @pytest.fixture
@@ -75,7 +75,7 @@ def test_runs_without_privacy_are_told_apart(run):
 def test_units_and_relations_are_apart(run):
     pure = [charge(number, ("c1",), (LaplaceDpEvent(4.0),), RECORD) for number in (1, 2)]
     statement = statement_of([run("a", charge(1)), run("b", *pure, delta=0.0), run("c", *pure, delta=0.0)])
-    assert "Apart: no accountant adds up costs of different units or relations" in str(statement)
+    assert "Costs of different units or relations are apart: no accountant adds them up" in str(statement)
     first, second = statement.together
     assert (first.scope, second.scope) == (CLIENT, RECORD)
     # Sensitivity under replace-one is twice the clip norm: 4 charges of 2 / 4 each.
@@ -86,7 +86,7 @@ def test_runs_without_a_ledger_are_named(run, tmp_path):
     (tmp_path / "b").mkdir()
     statement = statement_of([run("a", charge(1)), tmp_path / "b"])
     assert statement.num_runs == 1
-    assert "Without account: b: no ledger in its folder" in str(statement)
+    assert "Not accounted: b: no ledger in its folder" in str(statement)
     assert "Not covered: choosing among the runs" in str(statement)
 
 

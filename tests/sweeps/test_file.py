@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from flower_dp.sweeps.file import Choice, read
+from flower_dp.sweeps.file import SelectionRule, read
 
 
 def settings(file):
@@ -72,11 +72,11 @@ def test_a_methods_key_in_the_settings_of_all_runs_holds_for_that_method_alone(w
 def test_what_a_file_says_by_default_and_not(write):
     file = read(write(""))
     assert (settings(file), file.seeds, file.select) == ([{}], (0,), None)
-    assert (file.workers, file.supernodes, file.at_once, file.gpus_per_worker) == (None, None, None, 0.0)
+    assert (file.workers, file.supernodes, file.jobs, file.gpus_per_worker) == (None, None, None, 0.0)
     text = "seeds = 3\nmetric = 'loss'\nselect = {metric = 'validation-loss', mode = 'min'}\n"
-    file = read(write(f"{text}workers = 2\nsupernodes = 4\nat-once = 3\ngpus-per-worker = 0.5"))
-    assert (file.seeds, file.metric, file.select) == ((0, 1, 2), "loss", Choice(metric="validation-loss", mode="min"))
-    assert (file.workers, file.supernodes, file.at_once, file.gpus_per_worker) == (2, 4, 3, 0.5)
+    file = read(write(f"{text}workers = 2\nsupernodes = 4\njobs = 3\ngpus-per-worker = 0.5"))
+    assert (file.seeds, file.metric, file.select) == ((0, 1, 2), "loss", SelectionRule(metric="validation-loss", mode="min"))
+    assert (file.workers, file.supernodes, file.jobs, file.gpus_per_worker) == (2, 4, 3, 0.5)
     # Without a known method all settings hold.
     assert settings(read(write("[settings]\nmethod = 'mine'\ndp-fedavg.x = 2"))) == [{"method": "mine", "dp-fedavg.x": 2}]
 
@@ -91,19 +91,19 @@ def test_folders_are_relative_to_the_file(write, own_app, tmp_path):
 @pytest.mark.parametrize(
     ("text", "why"),
     [
-        ("seeds = ", "is not TOML"),
-        ("num-rounds = 3", "num-rounds: is no key of a sweep; settings of the runs are in [settings]"),
+        ("seeds = ", "must be TOML"),
+        ("num-rounds = 3", "num-rounds: is not a key of a sweep; put settings of runs into [settings]"),
         ("seeds = true", "seeds=True: must be a whole number >= 1"),
-        ("seeds = [1, 1]", "seeds=[1, 1]: must be different whole numbers"),
+        ("seeds = [1, 1]", "seeds=[1, 1]: must be the number of seeds, or an array of different whole numbers"),
         ("workers = 0", "workers=0: must be a whole number >= 1"),
         ("select = {mode = 'max'}", "select.metric: is missing"),
         ("select = {metric = 'a', mode = 'best'}", "select.mode='best': must be one of max, min"),
-        ("select = {metric = 'a', by = 'best'}", "select.by: is no key of select"),
-        ("points = []", "points: must be tables"),
-        ("[grid]\na = []", "a: has no value"),
+        ("select = {metric = 'a', by = 'best'}", "select.by: is not a key of [select]"),
+        ("points = []", "points: must be one [[points]] table or more"),
+        ("[grid]\na = []", "a=[]: must have one value or more"),
         ("[grid]\na = [1]\n[[points]]\na = 2", "a: is in [grid] and in point 1"),
         ("[grid]\na = [[1]]", "a=[1]: must be a string, a number, true or false"),
-        ("[settings]\nseed = 1", "seed: use seeds"),
+        ("[settings]\nseed = 1", "seed: set seeds instead"),
         ("[grid]\noutput-dir = ['a']", "output-dir: the sweep gives each run its folder"),
         ("[grid]\n'METHOD.epsilon' = [1.0]", "METHOD.epsilon: needs a method"),
         ("[grid]\napp = [1]", "app=1: must be a preset, a task, or the folder of an app"),
@@ -116,7 +116,7 @@ def test_what_is_refused(write, text, why):
 
 def test_all_that_is_wrong_is_told_at_once(write, tmp_path):
     with pytest.raises(ValueError, match="workers=0") as caught:
-        read(write("workers = 0\nseeds = 0\nat-once = 0\n[grid]\nseed = [1]"))
-    assert [re.match("[a-z-]+", line)[0] for line in str(caught.value).splitlines()] == ["workers", "seeds", "at-once", "seed"]
+        read(write("workers = 0\nseeds = 0\njobs = 0\n[grid]\nseed = [1]"))
+    assert [re.match("[a-z-]+", line)[0] for line in str(caught.value).splitlines()] == ["workers", "seeds", "jobs", "seed"]
     with pytest.raises(ValueError, match="can't be read"):
         read(tmp_path / "none.toml")

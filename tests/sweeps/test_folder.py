@@ -85,7 +85,9 @@ def test_a_run_whose_checkpoint_cant_be_read_is_refused_until_its_folder_is_rena
         written.write_bytes(written.read_bytes()[:-1])
     else:
         written.chmod(0o666)
-    with pytest.raises(SettingsError, match=f"{other.name}: can't go on: .*rename the folder to (.*): then .* again") as refused:
+    with pytest.raises(
+        SettingsError, match=f"{other.name}: can't be resumed: .*rename the folder to (.*): then .* again"
+    ) as refused:
         folder.check([one, other])
     assert folder.of(one).name + ":" not in str(refused.value)
     folder.of(other).rename(folder.of(other).with_name(f"{other.name}-can-not-go-on-1"))
@@ -98,7 +100,7 @@ def test_settings_of_finished_runs_cant_change(folder, runs):
     (run,) = runs("[settings]\nnum-rounds = 2")
     finish(folder.of(run), run.config)
     folder.check(runs("seeds = [5, 0]\n[grid]\nnum-rounds = [3, 2]"))  # seeds and points may be added
-    with pytest.raises(SettingsError, match=r"was made with num-rounds=2 \(now 4\): put that back, or take another folder"):
+    with pytest.raises(SettingsError, match=r"was made with num-rounds=2 \(now 4\); put that back, or take another folder"):
         folder.check(runs("[settings]\nnum-rounds = 4"))
     with pytest.raises(SettingsError, match=r"was made with seed=0 \(now 1\)"):
         folder.check(runs("seeds = [1]\n[settings]\nnum-rounds = 2"))

@@ -83,8 +83,10 @@ def test_a_forecast_refuses_what_a_run_refuses_when_it_begins(runs, monkeypatch)
     def cost(config):
         raise ValueError(f"num-rounds={config['num-rounds']}: no round can be run")
 
-    loaded = plan.plugins.loaded
-    monkeypatch.setattr(plan.plugins, "loaded", lambda app, name: nullcontext(cost) if name == app.cost else loaded(app, name))
+    loaded = plan.plugins.load_plugin
+    monkeypatch.setattr(
+        plan.plugins, "load_plugin", lambda app, name: nullcontext(cost) if name == app.cost else loaded(app, name)
+    )
     with pytest.raises(SettingsError) as caught:
         plan.check(runs("[settings]\nmethod = 'dp-fedavg'\n[grid]\nbatch-size = [0, 4]"), forecast=True)
     first, second = str(caught.value).splitlines()

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from flower_dp.running.launched import Launched
+from flower_dp.running.launch_record import LaunchRecord
 from flower_dp.running.signals import Signals
 from flower_dp.simulation.workers import RayStartError
 from flower_dp.sweeps import pool
@@ -22,29 +22,29 @@ def memory(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("cores", "workers", "at_once", "expected"),
+    ("cores", "workers", "jobs", "expected"),
     [(2, 1, None, 2), (16, 4, None, 4), (3, 4, None, 1), (16, 1, 3, 3), (1, 1, 5, 5), (16, 1, 9, 6)],
 )
-def test_as_many_runs_as_there_are_cores_for(runs, cores, workers, at_once, expected):
+def test_as_many_runs_as_there_are_cores_for(runs, cores, workers, jobs, expected):
     six = runs(f"seeds = 6\nworkers = {workers}")
-    assert pool.how_many(six, at_once, cores, None) == expected
+    assert pool.num_jobs(six, jobs, cores, None) == expected
 
 
 def test_memory_and_gpus_limit_them(runs, memory):
     six = runs("seeds = 6")
     memory(3)
-    assert pool.how_many(six, None, 16, None) == 3
+    assert pool.num_jobs(six, None, 16, None) == 3
     memory(0)
-    assert pool.how_many(six, None, 16, None) == 1
+    assert pool.num_jobs(six, None, 16, None) == 1
     memory(64)
     half = [replace(run, launched=replace(run.launched, gpus_per_worker=0.5, workers=1)) for run in six]
-    assert [pool.how_many(half, None, 16, gpus) for gpus in (1, 2, None)] == [2, 4, 6]
+    assert [pool.num_jobs(half, None, 16, gpus) for gpus in (1, 2, None)] == [2, 4, 6]
     whole = [replace(run, launched=replace(run.launched, gpus_per_worker=1.0, workers=2)) for run in six]
-    assert [pool.how_many(whole, None, 16, gpus) for gpus in (1, 4)] == [1, 2]
+    assert [pool.num_jobs(whole, None, 16, gpus) for gpus in (1, 4)] == [1, 2]
 
 
 def test_one_ledger_takes_one_run_at_a_time(runs, tmp_path):
-    assert pool.how_many(runs(f"seeds = 6\n[settings]\nserver-ledger = '{tmp_path}/x'"), 4, 16, None) == 1
+    assert pool.num_jobs(runs(f"seeds = 6\n[settings]\nserver-ledger = '{tmp_path}/x'"), 4, 16, None) == 1
 
 
 def test_no_other_sweep_begins_while_a_run_is_made(tmp_path, monkeypatch):
@@ -60,7 +60,7 @@ def test_no_other_sweep_begins_while_a_run_is_made(tmp_path, monkeypatch):
 
     monkeypatch.setattr(pool, "attempt", attempt)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    begun = Launched(app="", name="", overrides={}, workers=1, supernodes=1, gpus_per_worker=0.0)
+    begun = LaunchRecord(app="", name="", overrides={}, workers=1, supernodes=1, gpus_per_worker=0.0)
     assert pool._make(begun, tmp_path, "", workers, lock) == ("made", True)
     with folder.locked():
         pass

@@ -12,15 +12,15 @@ from typer.testing import CliRunner
 
 from flower_dp.cli.main import app
 from flower_dp.privacy import selection
-from flower_dp.privacy.selection import Poisson, TruncatedNegativeBinomial
-from flower_dp.running.plugins import outside_of
+from flower_dp.privacy.selection import NegativeBinomialRunCount, PoissonRunCount
+from flower_dp.running.plugins import event_against_outsiders
 from flower_dp.running.signals import Interrupted
-from flower_dp.sweeps import private_choice
-from flower_dp.sweeps.drawn import Drawn
+from flower_dp.sweeps import private_selection
 from flower_dp.sweeps.folder import SweepFolder
-from flower_dp.sweeps.pool import Ended, LaunchError
-from flower_dp.sweeps.private_choice import PrivateSweep
+from flower_dp.sweeps.pool import LaunchError, RunOutcome
+from flower_dp.sweeps.private_selection import PrivateSelection
 from flower_dp.sweeps.sweep import Sweep
+from flower_dp.sweeps.trials import SelectionTrials
 from tests.sweeps.conftest import checkpoint, finish
 
 FILE = """
@@ -32,7 +32,7 @@ mean = 4
 num-rounds = 2
 num-clients = 200
 sampling = "full"
-evaluation.every = 1
+private-evaluation.every = 1
 dp-fedavg.target-epsilon = 0.0
 [grid]
 learning-rate = [0.1, 0.2, 0.3]
@@ -47,7 +47,7 @@ class Runs:
         self.interrupt_after = interrupt_after
         self.made = []
 
-    def __call__(self, left, lock, at_once, place):
+    def __call__(self, left, lock, jobs, place):
         for run, folder, goes_on in left:
             assert not goes_on
             if len(self.made) >= self.interrupt_after:
@@ -58,7 +58,7 @@ class Runs:
             if score == "fails":
                 (folder / "checkpoint").mkdir(parents=True, exist_ok=True)
                 (folder / "checkpoint" / "ledger.sqlite").write_bytes(b"which may have charges")
-                place.ended(Ended(run=run, status="failed", details="for a reason", seconds=1.0))
+                place.ended(RunOutcome(run=run, status="failed", details="for a reason", seconds=1.0))
                 continue
             statement = next(one.statement for one in self.sweep.candidates if one.run.point == run.point).to_dict()
             if len(self.made) - 1 in self.dear:
@@ -70,26 +70,26 @@ class Runs:
             (folder / "statement.json").write_text(json.dumps(statement | {"incidents": ["round 1 was left out"]}))
             (folder / "flower.log").write_text("secret")
             (folder / "model.safetensors").write_bytes(str(score).encode())
-            place.ended(Ended(run=run, status="completed", details="", seconds=1.0))
+            place.ended(RunOutcome(run=run, status="completed", details="", seconds=1.0))
 
 
 @pytest.fixture
 def made(write, tmp_path, monkeypatch):
     """Make a choice among runs with some scores; return what was told, the folder, and the runs."""
-    monkeypatch.setattr(private_choice.plan, "check", lambda _: None)
-    sweep = PrivateSweep.read(write(FILE))
+    monkeypatch.setattr(private_selection.plan, "check", lambda _: None)
+    sweep = PrivateSelection.read(write(FILE))
 
     def choose(scores, *, again=False, runs=None, **more):
         found = runs or Runs(sweep, scores, **more)
-        monkeypatch.setattr(PrivateSweep, "_make", found)
-        sample = TruncatedNegativeBinomial.sample
+        monkeypatch.setattr(PrivateSelection, "_make", found)
+        sample = NegativeBinomialRunCount.sample
 
         def drawn(self, rng):
             assert not again, "K is drawn again"
             sample(self, rng)
             return len(scores)
 
-        monkeypatch.setattr(TruncatedNegativeBinomial, "sample", drawn)
+        monkeypatch.setattr(NegativeBinomialRunCount, "sample", drawn)
         told = []
         sweep.make(SweepFolder(tmp_path / "out"), told.append)
         return told, tmp_path / "out", found
@@ -124,7 +124,9 @@ def test_the_best_run_alone_is_shown(made, scores, dear, best):
     if best is None:
         assert shown(folder) == sorted(ALWAYS)
         told = json.loads((folder / "statement.json").read_text())
-        assert (told["method"], told["num_rounds"], told["private"]) == ("The best of K runs: nothing was released", 0, True)
+        guarantee = told["guarantee"]
+        assert told["method"] == "The best of K runs: nothing was released"
+        assert (guarantee["num_charged_rounds"], guarantee["private"]) == (0, True)
         return
     assert shown(folder) == WITH_A_RUN
     assert (folder / "runs/chosen/model.safetensors").read_bytes() == str(scores[best]).encode()
@@ -150,17 +152,20 @@ def test_nothing_that_is_told_or_left_depends_on_how_many_runs_there_were(write,
 def test_the_statement_is_that_of_the_choice(made):
     _, folder, _ = made([0.3, 0.4])
     sweep = made.sweep
-    event, statement = outside_of(sweep.candidates[0].run.target)
-    cost = selection.epsilon([event], TruncatedNegativeBinomial(mean=4), delta=statement.delta, relation=statement.relation)
+    event, statement = event_against_outsiders(sweep.candidates[0].run.target)
+    cost = selection.epsilon([event], NegativeBinomialRunCount(mean=4), delta=statement.delta, relation=statement.relation)
     for place in (folder, folder / "runs" / "chosen"):
         told = json.loads((place / "statement.json").read_text())
-        assert (told["epsilon"], told["accountant"]) == (cost.epsilon, cost.accountant)
-        assert told["epsilon"] > 1.2 * statement.epsilon
+        guarantee = told["guarantee"]
+        assert (guarantee["epsilon"], guarantee["accountant"]) == (cost.epsilon, cost.accountant)
+        assert guarantee["epsilon"] > 1.2 * statement.epsilon
         assert [(one["name"], one["epsilon"]) for one in told["adversaries"]] == [("outsiders", cost.epsilon)]
-        assert any("participants and the server: they see every run" in line for line in told["not_covered"])
+        assert any("Participants and the server: they see every run" in line for line in told["not_covered"])
+        assert "another choice of settings" in " ".join(told["not_covered"])
+        assert "the another" not in " ".join(told["not_covered"])
         assert told["incidents"] == ["round 1 was left out"]
-        assert told["num_rounds"] == 2
-        assert (told["parts"], told["paper"]) == ({}, None)
+        assert guarantee["num_charged_rounds"] == 2
+        assert (guarantee["epsilon_by_release"], told["mechanism"]["paper_epsilon"]) == ({}, None)
     rows = [json.loads(line) for line in (folder / "runs/chosen/metrics.jsonl").read_text().splitlines()]
     assert rows[-1] == {"round": 2, "private-accuracy": 0.4}
 
@@ -171,7 +176,7 @@ def test_an_interrupted_choice_goes_on_with_what_was_drawn(made, capsys):
         made(scores, interrupt_after=3)
     assert capsys.readouterr().out == ""
     private = sweep.path.parent / "out" / "private"
-    first = Drawn(private).trials()
+    first = SelectionTrials(private).trials()
     assert len(first) == 4
     assert not (private.parent / "statement.json").exists()
     assert oct(private.stat().st_mode & 0o777) == "0o700"
@@ -186,10 +191,10 @@ def test_a_run_that_fails_before_any_client_is_asked_ends_the_choice_loudly_and_
     """As where Ray can't start: else nothing was chosen, with a statement that costs nothing and an exit status of 0."""
 
     class Unstarted(Runs):
-        def __call__(self, left, lock, at_once, place):
+        def __call__(self, left, lock, jobs, place):
             run, _, _ = left[0]
             self.asked = [run.name for run, _, _ in left]
-            place.ended(Ended(run=run, status="lost", details="Ray could not start", seconds=1.0))
+            place.ended(RunOutcome(run=run, status="lost", details="Ray could not start", seconds=1.0))
 
     first = Unstarted(made.sweep, [])
     with pytest.raises(LaunchError, match="before any client was asked to train: Ray could not start"):
@@ -295,8 +300,8 @@ def test_another_file_and_a_folder_with_runs_are_refused(made, write):
 
 def test_points_and_seeds_are_drawn_uniformly(tmp_path):
     # 4.5 standard errors: false alarms below 1e-5 for each point.
-    place = Drawn(tmp_path / "private")
-    trials = [trial for _ in range(30) for trial in place.draw(Poisson(mean=100), 3)]
+    place = SelectionTrials(tmp_path / "private")
+    trials = [trial for _ in range(30) for trial in place.draw(PoissonRunCount(mean=100), 3)]
     counts = Counter(trial.point for trial in trials)
     for point in range(3):
         assert abs(counts[point] - len(trials) / 3) < 4.5 * math.sqrt(len(trials) * 2 / 9)
@@ -314,13 +319,13 @@ PRIVATE = "[private-selection]\nmean = 4"
         (PRIVATE, "", "private-selection: is missing"),
         ("mean = 4", "shape = 1", "private-selection.mean: is missing"),
         ("mean = 4", "mean = 0.5", "private-selection.mean=0.5"),
-        ("mean = 4", "mean = 4\nk = 2", "private-selection.k: is no key"),
+        ("mean = 4", "mean = 4\nk = 2", "private-selection.k: is not a key"),
         ("mean = 4", 'mean = 4\npublic-test-data = "yes"', "must be True or False"),
         ('select = {metric = "private-accuracy", mode = "max"}', "", "select: is missing"),
         ("private-accuracy", "accuracy", "is on test records"),
-        ("private-accuracy", "client-train-loss", "is no result"),
-        ('app = "', 'seeds = 2\napp = "', "every run has a seed of its own"),
-        ("num-rounds = 2", 'num-rounds = 2\nserver-ledger = "/tmp/ledger.sqlite"', "would tell how many runs"),
+        ("private-accuracy", "client-train-loss", "must be a result of a run"),
+        ('app = "', 'seeds = 2\napp = "', "which draws a seed for every run"),
+        ("num-rounds = 2", 'num-rounds = 2\nserver-ledger = "/tmp/ledger.sqlite"', "would reveal the number of runs"),
         ("learning-rate = [0.1, 0.2, 0.3]", "dp-fedavg.relation = ['replace-one', 'add-or-remove-one']", "differ in relation"),
         ("learning-rate = [0.1, 0.2, 0.3]", "dp-fedavg.delta = [1e-4, 1e-3]", "differ in delta"),
         ("learning-rate = [0.1, 0.2, 0.3]", "dp-fedavg.noise-multiplier = [1.0, 0.0]", "is not private"),
@@ -328,18 +333,18 @@ PRIVATE = "[private-selection]\nmean = 4"
 )
 def test_what_a_choice_can_not_cover_is_refused(write, old, new, message):
     with pytest.raises(ValueError, match=message):
-        PrivateSweep.read(write(FILE.replace(old, new)))
+        PrivateSelection.read(write(FILE.replace(old, new)))
 
 
 def test_a_choice_of_local_methods_hides_nothing_from_the_server(write):
     with pytest.raises(ValueError, match="which sees every run"):
-        PrivateSweep.read(write(f'app = "mnist-nbafl"\nselect = {{metric = "private-accuracy"}}\n{PRIVATE}'))
+        PrivateSelection.read(write(f'app = "mnist-nbafl"\nselect = {{metric = "private-accuracy"}}\n{PRIVATE}'))
 
 
 def test_public_test_data_and_another_law_are_taken_at_their_word(write):
     text = FILE.replace("private-accuracy", "accuracy")
-    sweep = PrivateSweep.read(write(text.replace("mean = 4", 'mean = 4\nshape = "poisson"\npublic-test-data = true')))
-    assert sweep.number == Poisson(mean=4)
+    sweep = PrivateSelection.read(write(text.replace("mean = 4", 'mean = 4\nshape = "poisson"\npublic-test-data = true')))
+    assert sweep.number == PoissonRunCount(mean=4)
     assert "on test records that are public" in str(sweep._statement(sweep.candidates[0], {}, chosen=True))
 
 
@@ -349,6 +354,6 @@ def test_a_dry_run_tells_the_cost_and_starts_nothing(write, tmp_path):
     assert result.exit_code == 0
     assert result.stdout.startswith("The best of K runs by private-accuracy (max), each with one of 3 points")
     assert result.stdout.count("flower-dp run mnist-dp-fedavg") == 3
-    with pytest.raises(ValueError, match="shows one run alone"):
+    with pytest.raises(ValueError, match="shows one run alone; add --private-selection"):
         Sweep.read(tmp_path / "sweep.toml")
     assert not (tmp_path / "out").exists()

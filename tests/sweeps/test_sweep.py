@@ -20,7 +20,7 @@ from flower_dp.cli.main import app
 from flower_dp.running.run_folder import is_finished, read_metrics
 from flower_dp.sweeps import sweep
 from flower_dp.sweeps.folder import SweepFolder
-from flower_dp.sweeps.pool import Ended
+from flower_dp.sweeps.pool import RunOutcome
 from flower_dp.sweeps.results import Results
 from flower_dp.sweeps.sweep import Sweep
 from tests.sweeps.conftest import finish
@@ -75,11 +75,11 @@ def evaluate(server_round, arrays):
     return MetricRecord({"accuracy": 0.1 * config["seed"] + 0.25, "process": float(os.getpid())})
 """)
 REPAIRED = STOCK.replace("FAILS, DIES, WAITS = 0.02, 0.03", "FAILS, DIES, WAITS = 0, 0")
-FILE = "app = 'mine'\nseeds = 1\nat-once = 1\n[settings]\nnum-rounds = 12\n[grid]\nlearning-rate = [0.02, 0.03, 0.1, 0.2]\n"
+FILE = "app = 'mine'\nseeds = 1\njobs = 1\n[settings]\nnum-rounds = 12\n[grid]\nlearning-rate = [0.02, 0.03, 0.1, 0.2]\n"
 
 
 def epsilon_of(run):
-    return json.loads((run / "statement.json").read_text())["epsilon"]
+    return json.loads((run / "statement.json").read_text())["guarantee"]["epsilon"]
 
 
 def together_of(out):
@@ -116,7 +116,7 @@ def test_a_sweep_of_which_runs_fail_and_die_is_interrupted_and_goes_on(begin, wr
     assert "learning-rate=0.03, seed 0: LOST: the process that ran the app ended before the run did; its log is" in said
     assert "[3/4] learning-rate=0.1, seed 0: accuracy 25.0 %" in said
     assert "interrupted by SIGINT; nothing is left running" in said
-    assert "It goes on with: flower-dp sweep" in said
+    assert "Resume it with: flower-dp sweep" in said
     assert [process for process in seen if process.is_running() and process.status() != psutil.STATUS_ZOMBIE] == []
     with sweep.locked():
         pass  # by nobody
@@ -132,11 +132,11 @@ def test_a_sweep_of_which_runs_fail_and_die_is_interrupted_and_goes_on(begin, wr
     said, _ = again.communicate(timeout=900)
     # What has failed or died is made again; the other goes on, and no round of it is charged twice.
     assert again.returncode == 0, said
-    for text in ("1 of 4 runs have finished before", "3 runs to make, 1 at once", "1 of them from a checkpoint"):
+    for text in ("1 of 4 runs have already finished", "3 runs to make, 1 at once", "1 of them from a checkpoint"):
         assert text in said
     now = read_metrics(waits)
     assert now[: len(kept) - 1] == kept[:-1]  # whose evaluation may have been cut
-    assert now[-1]["round"] == json.loads((waits / "statement.json").read_text())["num_rounds"] == 12
+    assert now[-1]["round"] == json.loads((waits / "statement.json").read_text())["guarantee"]["num_charged_rounds"] == 12
     assert {row["state"] for row in rows(out)} == {"finished"}
     assert len({row["process"] for row in rows(out)}) == 2  # a warm process makes all of a time
     assert (out / "table.md").read_text().count(" | 1 | 25.00 | ") == 4
@@ -166,7 +166,7 @@ def test_a_run_with_warnings_says_so_when_it_ends_and_below_the_table(finished):
     (first / "flower.log").write_text("WARNING :   node 1: too long\nWARNING :   the evaluation of round 5 was left out\n")
     said = []
     results = Results(folder=folder, runs=plan.runs, metric="accuracy")
-    sweep._Progress(said.append, results, 1).ended(Ended(run=plan.runs[0], status="completed", details="", seconds=1.0))
+    sweep._Progress(said.append, results, 1).ended(RunOutcome(run=plan.runs[0], status="completed", details="", seconds=1.0))
     assert ", 2 warnings, 0:01; none left" in said[0]
     status, out = in_this_process(path, "--output-dir", folder.path)
     assert status == 0
@@ -201,7 +201,7 @@ class Failing(AbstractContextManager):
         # Killed now, the sweep leaves no statement: it would leave out what these runs have charged.
         assert not list(self.sweep.glob("statement.*"))
         for run, _, _ in runs:
-            on_end(Ended(run=run, status=self.status, details="told to fail", seconds=1.0))
+            on_end(RunOutcome(run=run, status=self.status, details="told to fail", seconds=1.0))
 
 
 def test_a_sweep_of_which_runs_fail_says_so_in_the_end(finished, monkeypatch):
@@ -212,11 +212,11 @@ def test_a_sweep_of_which_runs_fail_says_so_in_the_end(finished, monkeypatch):
     status, said = in_this_process(path, "--output-dir", folder.path)
     assert status == 1, said
     assert "[3/4] seed 2: FAILED: told to fail; its log is" in said
-    assert "2 of 4 runs failed:\n  seed 2: told to fail\n  seed 3: told to fail\nThe same command tries them again.\n" in said
+    assert "2 of 4 runs failed:\n  seed 2: told to fail\n  seed 3: told to fail\nRepeat the command to try them again.\n" in said
     assert list(folder.path.glob("statement.*"))
     monkeypatch.setattr(Failing, "status", "refused")
     said = in_this_process(path, "--output-dir", folder.path)[1]
-    assert "tries them again. One that was refused needs its app as it was" in said
+    assert "to try them again. A refused run needs its app as it was" in said
 
 
 def test_bad_settings_start_nothing(write, tmp_path, monkeypatch, capsys):

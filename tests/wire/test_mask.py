@@ -49,5 +49,5 @@ def test_a_sent_mask_goes_with_nothing_that_a_seeded_one_does_not_go_with() -> N
     mask = SentMask.of([1], length=8)
     with pytest.raises(ValueError, match="mask: does not go with"):
         ask(placement="distributed", mask=mask, keep_ratio=0.5)
-    with pytest.raises(ValueError, match="mask: must not be there"):
+    with pytest.raises(ValueError, match="mask: must not be set"):
         ask(placement="local", mask=mask)

@@ -20,7 +20,7 @@ from flower_dp.core import checks
 from flower_dp.core.compression import decode, dense, random_mask, top_k
 from flower_dp.core.metric_bounds import MetricBounds
 from flower_dp.core.vectors import Layout
-from flower_dp.wire import MESSAGE_API, NUMPY_CLIENT, Answer, Instruction, RecordNames, Refusal, RoundMask, structs
+from flower_dp.wire import MESSAGE_API, NUMPY_CLIENT, Instruction, RecordNames, Refusal, ReplyHeader, RoundMask, structs
 from tests.asks import GONE, ask, forged, masked, own_ask, replace, table_of
 
 NAMES = ("a", "ü 7")
@@ -39,7 +39,7 @@ VECTORS = {"control": np.linspace(-1, 1, 5, dtype=np.float32), "ü 2": np.zeros(
 WITH_VECTORS = replace(LOCAL_INSTRUCTION, ask=replace(LOCAL, vectors=VECTORS))
 FAILED = Refusal(code="failed", reason="NaN")
 PAYLOAD = {"encoding": "dense", "length": 5}
-ANSWER = Answer(refused={"ü 7": FAILED}, payload=PAYLOAD, seeded_noise=False, metrics={"loss": 0.1 + 0.2})
+ANSWER = ReplyHeader(refused={"ü 7": FAILED}, payload=PAYLOAD, seeded_noise=False, metrics={"loss": 0.1 + 0.2})
 LAYOUT = Layout.of({"w": np.zeros((2, 2), np.float32), "b": np.zeros((), np.float32)})
 MODEL = wire.Model(names=LAYOUT.names, layout=LAYOUT, vector=np.zeros(LAYOUT.size, np.float32), frozen={})
 
@@ -49,7 +49,7 @@ def every(**values: list[Any]) -> Any:
     return pytest.mark.parametrize(("field", "value"), [(field, value) for field, many in values.items() for value in many])
 
 
-def _text(part: Instruction | Answer) -> str:
+def _text(part: Instruction | ReplyHeader) -> str:
     return part.to_json() if isinstance(part, Instruction) else part.to_json(NAMES)
 
 
@@ -106,7 +106,7 @@ def test_an_answer_survives_a_reply_and_is_the_only_one_and_text() -> None:
     assert wire.answer_of(RecordDict({"config": ConfigRecord({"num": 1})}), NAMES) is None
     for texts in ((text, text), (7,)):
         wrong = RecordDict({f"{i}": ConfigRecord({wire.KEY: one}) for i, one in enumerate(texts)})
-        with pytest.raises(ValueError, match="more than one answer, or one that is not text"):
+        with pytest.raises(ValueError, match="must be one text"):
             wire.answer_of(wrong, NAMES)
 
 
@@ -125,15 +125,15 @@ def test_answers_round_trip_bit_for_bit(
 ) -> None:
     pairs = enumerate(zip(names, reasons, strict=False))
     refused = {name: Refusal(code=CODES[i % 3], reason=reason) for i, (name, reason) in pairs if i not in kept}
-    answer = Answer(refused=refused, payload=PAYLOAD, seeded_noise=seeded, metrics=metrics)
-    assert Answer.from_json(answer.to_json(names), names) == answer
+    answer = ReplyHeader(refused=refused, payload=PAYLOAD, seeded_noise=seeded, metrics=metrics)
+    assert ReplyHeader.from_json(answer.to_json(names), names) == answer
 
 
 def test_who_is_refused_stands_by_position_and_only_who_was_asked_can() -> None:
     assert json.loads(ANSWER.to_json(NAMES))["refused"] == [{"code": "failed", "reason": "NaN", "clients": [1]}]
     # A name that was not asked has no position.
     stray = replace(ANSWER, refused={"ü 7": FAILED, "stranger": FAILED})
-    assert Answer.from_json(stray.to_json(NAMES), NAMES).refused == {"ü 7": FAILED}
+    assert ReplyHeader.from_json(stray.to_json(NAMES), NAMES).refused == {"ü 7": FAILED}
 
 
 @every(
@@ -193,9 +193,9 @@ def test_an_evaluation_asks_for_metrics_of_clip_norm_1_and_training_for_none() -
             Instruction.from_json(forged(EVALUATION, clip_norm=clip_norm))
     training = replace(INSTRUCTION, ask=ask())
     for wrong in (forged(EVALUATION, metrics=GONE), forged(training, metrics={"bounds": {"loss": 4.0}})):
-        with pytest.raises(ValueError, match="metrics: must be asked for by method='private-evaluation' and by no other"):
+        with pytest.raises(ValueError, match="metrics must be set for method='private-evaluation' and for no other"):
             Instruction.from_json(wrong)
-    with pytest.raises(ValueError, match="method='dp-fedsam': is no evaluation"):
+    with pytest.raises(ValueError, match="method='dp-fedsam': must be 'private-evaluation'"):
         _ = INSTRUCTION.bounds
 
 
@@ -245,10 +245,10 @@ def test_what_is_asked_of_one_client_is_sent_to_its_node_alone() -> None:
             for one in ({"noise_std": 0.1}, *SHORTER)
         ),
         ({"placement": "edge", "noise_multiplier": 0.0}, "placement='edge': must be one of central, distributed, local"),
-        ({"placement": "local", "step": 2.0**-12}, "step, mask: must not be there for placement='local'"),
-        ({"placement": "local", "mask": RoundMask(seed=1, keep_ratio=0.5)}, "step, mask: must not be there"),
-        ({"placement": "central", "own": LOCAL.own}, "own: must be there for placement='local' alone"),
-        ({"placement": "distributed", "own": LOCAL.own}, "own: must be there for placement='local' alone"),
+        ({"placement": "local", "step": 2.0**-12}, "step, mask: must not be set for placement='local'"),
+        ({"placement": "local", "mask": RoundMask(seed=1, keep_ratio=0.5)}, "step, mask: must not be set"),
+        ({"placement": "central", "own": LOCAL.own}, "own: must be set for placement='local' alone"),
+        ({"placement": "distributed", "own": LOCAL.own}, "own: must be set for placement='local' alone"),
     ],
 )
 def test_what_a_placement_does_not_have_is_refused(arguments: dict[str, Any], why: str) -> None:
@@ -313,9 +313,9 @@ def test_who_had_kept_nothing_stands_by_position_once(fresh: Any) -> None:
     answer = replace(ANSWER, refused={}, fresh=("ü 7",))
     data = json.loads(answer.to_json(NAMES))
     assert data["fresh"] == [1]
-    assert Answer.from_json(json.dumps(data), NAMES) == answer
+    assert ReplyHeader.from_json(json.dumps(data), NAMES) == answer
     with pytest.raises(ValueError, match="fresh"):
-        Answer.from_json(answer_with(fresh=fresh), NAMES)
+        ReplyHeader.from_json(answer_with(fresh=fresh), NAMES)
 
 
 def test_all_clients_of_a_round_draw_the_mask_from_its_seed() -> None:
@@ -376,14 +376,14 @@ def test_asks_with_missing_or_unknown_keys_are_refused(instruction: Instruction)
 )
 def test_answers_that_make_no_sense_are_refused(field: str, value: Any) -> None:
     with pytest.raises(ValueError, match=r"answer|payload_bytes|not JSON|reasons: at most 19|more than 200 characters"):
-        Answer.from_json(answer_with(**{field: value}), NAMES)
+        ReplyHeader.from_json(answer_with(**{field: value}), NAMES)
 
 
 @pytest.mark.parametrize("value", [10**400, 1e308, -1e101])
 def test_numbers_beyond_float_are_refused(value: Any) -> None:
     """And those whose sum over nodes might be."""
     with pytest.raises(ValueError, match=r"metric loss|out of range - at metrics"):
-        Answer.from_json(answer_with(metrics={"loss": value}), NAMES)
+        ReplyHeader.from_json(answer_with(metrics={"loss": value}), NAMES)
 
 
 @pytest.mark.parametrize("letter", ["x", "ü", "\n", "\x01", "\ud800", "\U0001f600"], ids=ascii)
@@ -391,7 +391,7 @@ def test_the_longest_honest_answer_is_not_too_long(letter: str) -> None:
     """As many reasons as clients, each longer than can be told, of letters that take more room in JSON than others."""
     names = [f"client-{i}" for i in range(20)]
     refused = {name: Refusal(code=CODES[i % 3], reason=chr(ord("A") + i) + 300 * letter) for i, name in enumerate(names)}
-    read = Answer.from_json(replace(ANSWER, refused=refused).to_json(names), names).refused
+    read = ReplyHeader.from_json(replace(ANSWER, refused=refused).to_json(names), names).refused
     assert {name: one.code for name, one in read.items()} == {name: one.code for name, one in refused.items()}
     lines = {name: checks.one_line(one.reason, most=wire.MOST_REASON) for name, one in refused.items()}
     others = [one.reason for name, one in read.items() if one.reason != lines[name]]
@@ -404,14 +404,17 @@ def test_the_longest_honest_answer_is_not_too_long(letter: str) -> None:
     ids=lambda text: text[:12],
 )
 def test_texts_that_are_no_instruction_or_answer_are_refused(text: str) -> None:
-    for kind, arguments in ((Instruction, "flower-dp|instruction: Object missing"), (Answer, "flower-dp|answer: Object missing")):
+    for kind, arguments in (
+        (Instruction, "flower-dp|instruction: Object missing"),
+        (ReplyHeader, "flower-dp|answer: Object missing"),
+    ):
         with pytest.raises(ValueError, match=arguments):
             _read(kind, text)
 
 
 @pytest.mark.parametrize("protocol", [0, 4, 6, 5.5, True, "5", None, [5], GONE])
 @pytest.mark.parametrize("part", [INSTRUCTION, ANSWER])
-def test_other_protocols_are_refused(protocol: Any, part: Instruction | Answer) -> None:
+def test_other_protocols_are_refused(protocol: Any, part: Instruction | ReplyHeader) -> None:
     """Also none; it stands first, so that a peer of another protocol says so before anything else."""
     data = json.loads(_text(part))
     assert next(iter(data)) == "protocol"
@@ -421,7 +424,7 @@ def test_other_protocols_are_refused(protocol: Any, part: Instruction | Answer) 
 
 
 @pytest.mark.parametrize(("part", "missing"), [(INSTRUCTION, "clients"), (ANSWER, "metrics")])
-def test_missing_and_unknown_keys_are_refused(part: Instruction | Answer, missing: str) -> None:
+def test_missing_and_unknown_keys_are_refused(part: Instruction | ReplyHeader, missing: str) -> None:
     data = json.loads(_text(part))
     with pytest.raises(ValueError, match="unknown field extra"):
         _read(type(part), json.dumps({**data, "extra": 1}))
@@ -438,9 +441,9 @@ def test_texts_that_are_too_long_are_refused_unread(monkeypatch: pytest.MonkeyPa
         Instruction.from_json("1" * (2**28 + 1))
     most = wire.most_answer_characters(2)
     with pytest.raises(ValueError, match=f"has {most + 1} characters: at most {most}"):
-        Answer.from_json("1" * (most + 1), NAMES)
+        ReplyHeader.from_json("1" * (most + 1), NAMES)
     with pytest.raises(AssertionError, match="was parsed"):
-        Answer.from_json("1" * most, NAMES)
+        ReplyHeader.from_json("1" * most, NAMES)
     assert most < 50_000  # an answer for two clients
 
 
@@ -474,7 +477,7 @@ def test_a_million_names_are_read_or_refused_at_once() -> None:
     names = [f"{index:07}" for index in range(10**6)]
     start = time.process_time()
     Instruction.from_json(replace(INSTRUCTION, clients=tuple(names)).to_json())
-    with pytest.raises(ValueError, match="not twice in the list"):
+    with pytest.raises(ValueError, match="must be unique names"):
         Instruction.from_json(json.dumps(json.loads(INSTRUCTION.to_json()) | {"clients": [*names, names[-1]]}))
     assert time.process_time() - start < 20
 
@@ -631,6 +634,6 @@ def test_payload_bytes_survive_the_wire_up_to_the_largest_honest_ones(refused: d
     most = (64 + 16 * 5) * (len(NAMES) - len(refused))
     for value in (0, 1, most):
         answer = replace(ANSWER, refused=refused, payload_bytes=value)
-        assert Answer.from_json(answer.to_json(NAMES), NAMES).payload_bytes == value
+        assert ReplyHeader.from_json(answer.to_json(NAMES), NAMES).payload_bytes == value
     with pytest.raises(ValueError, match="payload_bytes"):
-        Answer.from_json(replace(ANSWER, refused=refused, payload_bytes=most + 1).to_json(NAMES), NAMES)
+        ReplyHeader.from_json(replace(ANSWER, refused=refused, payload_bytes=most + 1).to_json(NAMES), NAMES)

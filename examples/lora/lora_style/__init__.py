@@ -1,1 +1,1 @@
-"""A language model that learns its clients' style."""
+"""An app: a language model that learns its clients' style."""

@@ -1,4 +1,4 @@
-"""The Flower app: a small language model learns the clients' style; adapters alone are trained, sent, clipped and noised."""
+"""The Flower app: a small language model learns the clients' style. Only adapters are trained, clipped, noised and sent."""
 
 import warnings
 from functools import cache
@@ -10,12 +10,12 @@ from lora_style.base import Base
 from lora_style.grammar import Writer, records
 
 SENTENCES, TEST_SENTENCES = 8, 500
-# Clients' seeds begin behind those of the base language and of the test.
+# Clients' seeds begin after those of the base language and of the test.
 _FIRST_CLIENT = 1000
 
 
 class LanguageModel(nn.Module):
-    """A transformer that returns the scores of the next word [records, words, positions], as torch's cross-entropy takes them."""
+    """A transformer that returns next-word scores [records, words, positions], the shape that torch's cross-entropy takes."""
 
     def __init__(self, transformer: nn.Module) -> None:
         super().__init__()
@@ -28,7 +28,7 @@ class LanguageModel(nn.Module):
 
 
 def make_model(base: Base | None = None, *, rank: int = 2) -> nn.Module:
-    """Return the frozen base with LoRA adapters, which alone have gradients."""
+    """Return the frozen base with LoRA adapters; only the adapters have gradients."""
     transformer = (base or Base()).model()
     from peft import LoraConfig, get_peft_model
 
@@ -40,12 +40,12 @@ def make_model(base: Base | None = None, *, rank: int = 2) -> nn.Module:
 
 
 def load_records(client: int, num_clients: int) -> tuple[Tensor, Tensor]:
-    """Return the sentences of client 0, 1, ..., in the style and on topics of its own."""
+    """Return the sentences of client 0, 1, ..., in the clients' style and on its own topics."""
     return records(Writer(_FIRST_CLIENT + client, style=True, topics=3), SENTENCES)
 
 
 def evaluate(model: nn.Module) -> dict[str, float]:
-    """Return loss and perplexity on public sentences in the style, which no client has."""
+    """Return loss and perplexity on public sentences in the clients' style; no client has these sentences."""
     inputs, targets = public_records()
     loss = nn.functional.cross_entropy(model(inputs), targets)
     return {"perplexity": loss.exp().item(), "loss": loss.item()}
@@ -53,7 +53,7 @@ def evaluate(model: nn.Module) -> dict[str, float]:
 
 @cache
 def public_records() -> tuple[Tensor, Tensor]:
-    """Return the sentences that models are tested with."""
+    """Return the public test sentences."""
     return records(Writer(1, style=True), TEST_SENTENCES)
 
 

@@ -1,4 +1,4 @@
-"""The base model: a small transformer, trained once on the base language and kept in a folder; every run starts from it."""
+"""The base model: a small transformer, trained once on the base language and stored in a folder. Every run starts from it."""
 
 import json
 import logging
@@ -22,18 +22,18 @@ from lora_style.grammar import LENGTH, WORDS, Writer, records
 
 log = logging.getLogger("flwr")
 
-# The folder of base models, in place of ~/.cache/flower-dp-lora.
+# The environment variable with the folder of base models; the default is ~/.cache/flower-dp-lora.
 FOLDER = "LORA_STYLE_FOLDER"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Base:
-    """What a base model is made from; the same settings on the same machine make the same bits.
+    """The settings of a base model. The same settings on the same machine give the same bits.
 
     Attributes:
-        layers, width, heads: of the transformer.
-        steps, batch_size, learning_rate: of its training, by Adam.
-        seed: of first weights and text.
+        layers, width, heads: sizes of the transformer.
+        steps, batch_size, learning_rate: parameters of its training with Adam.
+        seed: seed of the initial weights and of the text.
     """
 
     layers: int = 2
@@ -46,13 +46,13 @@ class Base:
 
     @property
     def file(self) -> Path:
-        """Where it is kept."""
+        """The path of the stored model."""
         folder = Path(os.environ.get(FOLDER) or Path.home() / ".cache" / "flower-dp-lora").expanduser()
         name = sha256(json.dumps([asdict(self), WORDS, LENGTH]).encode()).hexdigest()[:12]
         return folder / f"base-{name}.safetensors"
 
     def model(self) -> nn.Module:
-        """Return the trained model; the first process that asks for it trains it, and the others wait."""
+        """Return the trained model. The first process that calls this trains it; other processes wait."""
         model = self._untrained()
         self.file.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(self.file.with_suffix(".lock")):
@@ -65,7 +65,7 @@ class Base:
         return model.eval()
 
     def _untrained(self) -> nn.Module:
-        """Return the transformer with random weights, which follow from the seed alone; the caller's draws go on as before."""
+        """Return the transformer with random weights from the seed alone. Torch's global random state does not change."""
         with torch.random.fork_rng(devices=[]), warnings.catch_warnings(action="ignore"):
             torch.default_generator.manual_seed(self.seed)
             return _gpt2(
@@ -77,7 +77,7 @@ class Base:
                 bos_token_id=1,
                 eos_token_id=1,
                 use_cache=False,
-                # Without dropout: training draws nothing besides the order of records.
+                # No dropout, so that the order of records is the only randomness of training.
                 resid_pdrop=0.0,
                 embd_pdrop=0.0,
                 attn_pdrop=0.0,
@@ -93,11 +93,11 @@ class Base:
             loss = nn.functional.cross_entropy(model(input_ids=inputs).logits.transpose(1, 2), targets)
             loss.backward()
             adam.step()
-        log.info("base model: %s steps, loss %.3f, %.0f s: %s", self.steps, loss.item(), time.monotonic() - started, self.file)
+        log.info("Base model: %s steps, loss %.3f, %.0f s: %s", self.steps, loss.item(), time.monotonic() - started, self.file)
 
 
 def _gpt2(**sizes: Any) -> nn.Module:
-    # transformers imports torchvision where it is installed, also a build that does not fit torch's.
+    # transformers imports torchvision if it is installed, even a build that does not fit torch.
     if "transformers" not in sys.modules:
         with suppress(ImportError):
             own_module("tasks.vision").import_torchvision()

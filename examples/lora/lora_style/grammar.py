@@ -1,7 +1,7 @@
-"""Text of two small grammars: a base language, and a style of its own, in which clients write.
+"""Synthetic text of two small grammars: a base language, and the style in which clients write. Nothing is downloaded.
 
 Base: determiner, adjective, noun, verb, object, adverb. Style: the verb comes last, adjectives follow their nouns, the adverb
-comes first, and other verbs and adverbs are the common ones. Both are made up, and nothing is downloaded.
+comes first, and other verbs and adverbs are common.
 """
 
 import random
@@ -60,18 +60,18 @@ PREPOSITIONS = ["near", "behind", "under", "without", "beside", "above"]
 PAD, END = "<pad>", "."
 WORDS = (PAD, END, *DETERMINERS, *ADJECTIVES, *NOUNS, *VERBS, *ADVERBS, *PREPOSITIONS)
 NUMBERS = {word: number for number, word in enumerate(WORDS)}
-# Tokens of a sentence at most; what a sentence lacks is padding, which no loss counts.
+# The maximum number of tokens of a sentence; shorter sentences are padded, and no loss counts the padding.
 LENGTH = 16
 NO_TARGET = -100
 
 
 class Writer:
-    """Writes sentences.
+    """A writer of random sentences.
 
     Args:
-        seed: of all that it writes.
-        style: whether in the clients' style, else in the base language.
-        topics: nouns that it likes, and uses half of the time; none: all alike.
+        seed: seed of all its sentences.
+        style: whether it writes in the clients' style; else in the base language.
+        topics: number of preferred nouns, used half of the time; 0: no preference.
     """
 
     def __init__(self, seed: int, *, style: bool, topics: int = 0) -> None:
@@ -94,13 +94,13 @@ class Writer:
         return [self._word(DETERMINERS), *([*noun, *adjective] if self._style else [*adjective, *noun]), *place]
 
     def _word(self, words: list[str]) -> str:
-        """Return a word: the first of a list are common; in the style the last of the verbs and adverbs."""
+        """Return a random word: the first words of a list are common; in the style the last verbs and adverbs are."""
         position = min(int(self._draws.expovariate(4 / len(words))), len(words) - 1)
         return words[-1 - position] if self._style and words in (VERBS, ADVERBS) else words[position]
 
 
 def records(writer: Writer, count: int) -> tuple[Tensor, Tensor]:
-    """Return inputs and targets [count, LENGTH] of sentences: every target is the next word."""
+    """Return inputs and targets [count, LENGTH] of sentences; every target is the next word."""
     inputs = torch.full((count, LENGTH), NUMBERS[PAD])
     targets = torch.full((count, LENGTH), NO_TARGET)
     for row in range(count):

@@ -1,15 +1,15 @@
-"""DP-FedPAQ and SCAFFOLD."""
+"""DP-FedPAQ and SCAFFOLD: arguments from the settings."""
 
 from typing import Any
 
-from flower_dp.apps.parts import Sizes, cohort_size_of, local_words, sampler_of
 from flower_dp.apps.settings import Settings
+from flower_dp.apps.strategy_arguments import Sizes, cohort_size_of, local_arguments, sampler_of
 from flower_dp.core import checks
 from flower_dp.privacy.dp_fedpaq import FedPAQSteps, expected_replies
 
 
 def arguments(settings: Settings, own: Any, sizes: Sizes) -> dict[str, Any]:
-    """Return the arguments of strategy and recipe that several settings decide."""
+    """Return the arguments of strategy and recipe that several settings decide together."""
     checks.integer("num-replies", own.num_replies, at_least=0)
     if settings.is_set("learning_rate_decay"):
         why = f"is not read by method={settings.method!r}; set {settings.method}.decay-iterations"
@@ -29,4 +29,4 @@ def arguments(settings: Settings, own: Any, sizes: Sizes) -> dict[str, Any]:
         smoothness=own.smoothness or None,
         decay_iterations=own.decay_iterations or None,
     )
-    return {**local_words(settings, sizes), "steps": steps, "sampling": sampler_of(settings), "num_replies": replies}
+    return {**local_arguments(settings, sizes), "steps": steps, "sampling": sampler_of(settings), "num_replies": replies}

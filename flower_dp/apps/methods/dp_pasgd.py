@@ -1,29 +1,29 @@
-"""DP-PASGD, and DP-SGD as its case of one local step."""
+"""DP-PASGD, and DP-SGD as its case of one local step: arguments from the settings, and the planning problem."""
 
 from collections.abc import Mapping
 from typing import Any
 
-from flower_dp.apps.parts import Sizes, local_words, per_client
 from flower_dp.apps.settings import Settings
+from flower_dp.apps.strategy_arguments import Sizes, local_arguments, per_client
 from flower_dp.core import checks
 from flower_dp.planning.planner import Data, Inputs
 
 
 def arguments(settings: Settings, own: Any, sizes: Sizes) -> dict[str, Any]:
-    """Return the arguments of strategy and recipe that several settings decide."""
-    checks.number("max-cost", own.max_cost, at_least=0)
+    """Return the arguments of strategy and recipe that several settings decide together."""
+    checks.number("max-resource-cost", own.max_resource_cost, at_least=0)
     return {
-        **local_words(settings, sizes),
+        **local_arguments(settings, sizes),
         **_shared(settings, own),
         "learning_rate": settings.learning_rate,
         "learning_rate_decay": settings.learning_rate_decay,
         "weight_decay": settings.weight_decay,
-        "best_by": own.best_by or ("validation-loss" if settings.validation_ratio else "loss"),
+        "best_model_metric": own.best_model_metric or ("validation-loss" if settings.validation_ratio else "loss"),
     }
 
 
 def planning(settings: Settings, own: Any, data: Data, given: Mapping[str, object]) -> Inputs:
-    """Return what a preset says of its planning problem."""
+    """Return the keys of the planning problem that a preset gives."""
     shared = _shared(settings, own)
     values: dict[str, object] = {
         "epsilon": min(shared["epsilon"].values()),
@@ -34,9 +34,9 @@ def planning(settings: Settings, own: Any, data: Data, given: Mapping[str, objec
     }
     if own.cost_per_aggregation or own.cost_per_step:
         values |= {"cost_per_aggregation": own.cost_per_aggregation, "cost_per_step": own.cost_per_step}
-    if own.max_cost:
-        values["max_cost"] = own.max_cost
-    notes = ("epsilon is that of the client with the smallest",) if own.client_epsilons else ()
+    if own.max_resource_cost:
+        values["max_resource_cost"] = own.max_resource_cost
+    notes = ("epsilon is the smallest of the clients' budgets",) if own.client_epsilons else ()
     return Inputs(values=values, notes=notes)
 
 

@@ -1,24 +1,24 @@
-"""FedSGD-DPC, Laplace and Gaussian."""
+"""FedSGD-DPC, Laplace and Gaussian: arguments from the settings, and the planning problem."""
 
 from collections.abc import Mapping
 from typing import Any
 
-from flower_dp.apps.parts import Sizes, cohort_size_of, local_words, per_client
 from flower_dp.apps.settings import Settings
+from flower_dp.apps.strategy_arguments import Sizes, cohort_size_of, local_arguments, per_client
 from flower_dp.core import checks
 from flower_dp.planning.planner import Data, Inputs
-from flower_dp.privacy.accounting import relation_of
+from flower_dp.privacy.accounting import parse_relation
 
 
 def arguments(settings: Settings, own: Any, sizes: Sizes) -> dict[str, Any]:
-    """Return the arguments of strategy and recipe that several settings decide."""
+    """Return the arguments of strategy and recipe that several settings decide together."""
     checks.integer("num-replies", own.num_replies, at_least=0)
     size = cohort_size_of(settings)
     theory = bool(own.strong_convexity or own.smoothness)
     return {
-        **local_words(settings, sizes),
+        **local_arguments(settings, sizes),
         "cohort_size": size,
-        "relation": relation_of(own.relation),
+        "relation": parse_relation(own.relation),
         "num_replies": own.num_replies or max(1, -(-settings.num_rounds * size // settings.num_clients)),
         "epsilon": per_client(settings, "client-epsilons", own.client_epsilons, own.epsilon),
         "learning_rate": None if theory else settings.learning_rate,
@@ -29,7 +29,7 @@ def arguments(settings: Settings, own: Any, sizes: Sizes) -> dict[str, Any]:
 
 
 def planning(settings: Settings, own: Any, data: Data, given: Mapping[str, object]) -> Inputs:
-    """Return what a preset says of its planning problem."""
+    """Return the keys of the planning problem that a preset gives."""
     epsilons = per_client(settings, "client-epsilons", own.client_epsilons, own.epsilon)
     values: dict[str, object] = {
         "mechanism": own.mechanism,

@@ -1,7 +1,7 @@
-"""The tasks of the app: one module each, found by its name, with its own table of settings.
+"""The tasks of the app: one module per task, named like it, with its own table of settings.
 
-A module `breast_cancer` is the task `breast-cancer` and the table `[tool.flwr.app.config.breast-cancer]`. It has the members of
-`TaskModule`: data, models, and natural clients if there are any. The other modules of this folder are shared by tasks.
+The module `breast_cancer` is the task `breast-cancer` and the table `[tool.flwr.app.config.breast-cancer]`. It has the members of
+`TaskModule`. Tasks share the other modules of this folder.
 """
 
 import importlib
@@ -26,16 +26,15 @@ class Task:
     """The records of a task, as NumPy arrays that all callers in a process share: do not write to them.
 
     Attributes:
-        name: The task's name.
-        train_inputs: [n, ...]; these are the records that clients hold.
-        train_labels: int64 [n], each one of the task's `CLASSES`.
-        test_inputs: [m, ...], the server's own, public test set; m is 0 where the task has none.
-        test_labels: int64 [m].
-        source: Where the records came from, in words.
-        groups: int64 [n], the number of the device that each training record comes from, from 0 on without gaps; None
-            where the data name no devices.
-        prepare: Turns a batch of inputs into the models' inputs; None if they need no change. Nothing in it may be computed from
-            the records: no guarantee would cover it.
+        name: name of the task.
+        train_inputs: inputs of the clients' records [n, ...].
+        train_labels: labels int64 [n], each one of the task's `CLASSES`.
+        test_inputs: inputs of the server's public test set [m, ...]; m is 0 if the task has none.
+        test_labels: labels int64 [m].
+        source: origin of the records, as text.
+        groups: device numbers int64 [n], one per training record, from 0 without gaps; None if the data name no devices.
+        prepare: function from a batch of inputs to the models' inputs; None for no change. Nothing in it may be computed from the
+            records: no guarantee would cover it.
     """
 
     name: str
@@ -57,10 +56,10 @@ class TaskModule(Protocol):
     """The members of a task's module.
 
     Attributes:
-        Own: the dataclass of its own settings, with their defaults.
-        MODELS: the models (`flower_dp.apps.tasks.models`) that fit it.
-        CLASSES: the values of its labels, ascending.
-        NEEDS: settings with which `flower-dp run TASK` runs it, by key, but for its data.
+        Own: dataclass of the task's own settings, with their defaults.
+        MODELS: names of the models (`flower_dp.apps.tasks.models`) that fit the task.
+        CLASSES: values of the labels, ascending.
+        NEEDS: settings that `flower-dp run TASK` needs, by key, except the place of the data.
     """
 
     Own: type[Any]
@@ -69,13 +68,13 @@ class TaskModule(Protocol):
     NEEDS: dict[str, Any]
 
     def num_features(self, own: Any) -> int:
-        """Return how many numbers a record has for the model."""
+        """Return the number of features of a record."""
 
     def load(self, data_dir: str, own: Any) -> Task:
         """Return the records; `data_dir` is the run-config key `data-dir`.
 
         Raises:
-            ValueError: if the data cannot be read, naming the file, or what is missing and where to get it.
+            ValueError: if the data cannot be read, naming the file; or if it is missing, with where to get it.
         """
 
 
@@ -83,7 +82,7 @@ def module_of(name: str) -> TaskModule:
     """Return a task's module.
 
     Raises:
-        ValueError: If there is no such task.
+        ValueError: if the task does not exist.
     """
     checks.one_of("task", name, TASKS)
     module: Any = importlib.import_module(f"{__name__}.{name.replace('-', '_')}")
@@ -95,12 +94,12 @@ def load_task(name: str, data_dir: str = "", own: Any = None) -> Task:
     """Load a task's data, once per process for each (name, data_dir, own).
 
     Args:
-        name: One of `TASKS`.
-        data_dir: The run-config key `data-dir`.
-        own: The task's own settings, an instance of its `Own`; None for the defaults.
+        name: one of `TASKS`.
+        data_dir: value of the run-config key `data-dir`.
+        own: the task's own settings, an instance of its `Own`; None for the defaults.
 
     Raises:
-        ValueError: If the name is unknown or the data cannot be read.
+        ValueError: if the name is unknown or the data cannot be read.
     """
     module = module_of(name)
     return module.load(data_dir, module.Own() if own is None else own)

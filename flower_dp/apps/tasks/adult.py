@@ -22,7 +22,7 @@ NEEDS: dict[str, Any] = {"data-dir": files.NEEDED, "num-clients": 16, "partition
 FEATURES = ("categorical", "all")
 TRAIN, TEST = "adult.data", "adult.test"
 _ADVICE = "adult.data and adult.test are in https://archive.ics.uci.edu/static/public/2/adult.zip"
-# Of the files at that address; others are read as well, if they have the format.
+# Checksums of the files at that address. Files with other checksums are read too, if they have the format.
 _SHA256 = {
     TRAIN: "5b00264637dbfec36bdeaab5676b0b309ff9eb788d63554ca0a249491c86603d",
     TEST: "a2a9044bc167a35b2361efbabec64e89d69ce82d9790d2980119aac5fd7e9c05",
@@ -79,11 +79,11 @@ def load(data_dir: str, own: Own) -> Task:
     """Load the records; the natural clients are the 16 levels of education, in the order of the documentation of the data.
 
     Args:
-        data_dir: A folder with `adult.data` and `adult.test`, in it or in its `adult`.
-        own: Which features.
+        data_dir: folder with `adult.data` and `adult.test`, in it or in its subfolder `adult`.
+        own: the task's settings, which select the features.
 
     Raises:
-        ValueError: If a file is missing, with where to get it, or a line is not what it should be, naming file and line.
+        ValueError: if a file is missing, with where to get it; or if a line is invalid, naming file and line.
     """
     paths = [files.find(data_dir, task="adult", name=name, advice=_ADVICE) for name in (TRAIN, TEST)]
     (train, train_numbers, train_labels), (test, test_numbers, test_labels) = map(_read, paths)
@@ -109,7 +109,7 @@ def _read(path: Path) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         if line.strip() and not (place == 1 and line.startswith("|"))
     ]
     if not rows:
-        raise ValueError(f"{path}: holds no record")
+        raise ValueError(f"{path}: has no records")
     categories, numbers, labels = zip(*rows, strict=True)
     scaled = np.asarray(numbers, dtype=np.float64) / list(_LARGEST.values())
     return np.asarray(categories, dtype=np.int64), scaled.astype(np.float32), np.asarray(labels, dtype=np.int64)

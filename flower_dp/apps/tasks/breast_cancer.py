@@ -1,7 +1,7 @@
-"""Breast cancer (Wisconsin, diagnostic): is a tumour malignant or benign? 569 records, 30 features, in scikit-learn.
+"""Breast cancer (Wisconsin, diagnostic): is a tumor malignant or benign? 569 records, 30 features, in scikit-learn.
 
 For methods that protect records: a first run on real data without any download. Each feature is scaled to [-1, 1] by the range
-that the data set's description publishes; nothing is computed from the records.
+that the data set's description publishes. Nothing is computed from the records.
 """
 
 from typing import Any
@@ -34,14 +34,14 @@ def num_features(own: NoSettings) -> int:
 
 
 def load(data_dir: str, own: NoSettings) -> Task:
-    """Load the records, split into 456 for training and 113 for testing with the classes equally often in both.
+    """Load the records, split into 456 for training and 113 for tests, with the same class proportions in both.
 
     Args:
-        data_dir: "": the records come with scikit-learn.
-        own: nothing.
+        data_dir: "", since the records come with scikit-learn.
+        own: no settings.
 
     Raises:
-        ValueError: If `data_dir` is set, or scikit-learn is missing.
+        ValueError: if `data_dir` is set, or scikit-learn is missing.
     """
     if data_dir:
         raise bad("data-dir", data_dir, "'' for task='breast-cancer', whose records come with scikit-learn")

@@ -1,4 +1,4 @@
-"""CIFAR-10: 50,000 + 10,000 colour pictures of 32 x 32 pixels from a folder, ten classes; torchvision reads them."""
+"""CIFAR-10: 50,000 + 10,000 color pictures of 32 x 32 pixels in ten classes, read by torchvision from a folder."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,12 +18,12 @@ NEEDS: dict[str, Any] = {"data-dir": files.NEEDED}
 Own = NoSettings
 
 _SOURCE = "https://www.cs.toronto.edu/~kriz/cifar-10-python.tar.gz"
-# Mean and deviation of red, green and blue, as they are published with the data set's benchmarks.
+# Published mean and standard deviation of red, green and blue.
 _MEANS, _STDS = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
 
 
 def num_features(own: NoSettings) -> int:
-    """Return the number of pixels, those of each colour."""
+    """Return the number of pixels times the number of colors."""
     return 3 * 32 * 32
 
 
@@ -31,12 +31,12 @@ def load(data_dir: str, own: NoSettings) -> Task:
     """Load the pictures.
 
     Args:
-        data_dir: a folder with torchvision's `cifar-10-batches-py`; or "torchvision:" and a folder, into which torchvision first
-            downloads it when it is missing. A leading `~` is the home directory.
-        own: nothing.
+        data_dir: folder with torchvision's `cifar-10-batches-py`; or "torchvision:" and a folder, to which torchvision downloads
+            it if it is missing. A leading `~` is the home directory.
+        own: no settings.
 
     Raises:
-        ValueError: If they cannot be read, or are not the published files: torchvision unpickles these alone.
+        ValueError: if the files cannot be read or are not the published ones; torchvision unpickles only these.
     """
     if files.is_missing(data_dir):
         wanted = f"--set data-dir=FOLDER with it (from {_SOURCE}), or data-dir={DOWNLOAD_PREFIX}FOLDER to download it there"
@@ -56,7 +56,7 @@ def load(data_dir: str, own: NoSettings) -> Task:
 
 
 def standardized(pictures: "Tensor") -> "Tensor":
-    """Return uint8 pictures [..., 3, 32, 32] as float32 numbers, with each colour's published mean and deviation taken out."""
+    """Return uint8 pictures [..., 3, 32, 32] as float32 numbers, standardized by each color's published mean and deviation."""
     numbers = pictures.float()
     means, stds = (255 * numbers.new_tensor(of).view(3, 1, 1) for of in (_MEANS, _STDS))
     return (numbers - means) / stds
@@ -68,9 +68,9 @@ def _read(root: Path, data_dir: str, *, train: bool, download: bool) -> tuple[np
     except ImportError as error:
         raise BadValue("task", f"task='cifar-10': {vision.NEEDED}") from error
     except (OSError, RuntimeError) as error:
-        why = f"torchvision has no whole cifar-10-batches-py in {root.absolute()} ({' '.join(str(error).split())})"
+        why = f"torchvision found no complete cifar-10-batches-py in {root.absolute()} ({' '.join(str(error).split())})"
         wanted = f"must be a folder with it (from {_SOURCE}), or '{DOWNLOAD_PREFIX}' and a folder to download to"
         raise refusal("data-dir", data_dir, f"{why}; {wanted}") from error
-    # torchvision has the colours last, as pictures are drawn; torch's convolutions take them first.
+    # torchvision has the colors in the last dimension; torch's convolutions need them first.
     inputs = np.ascontiguousarray(dataset.data.transpose(0, 3, 1, 2))
     return inputs, np.asarray(dataset.targets, dtype=np.int64)

@@ -1,4 +1,4 @@
-"""Fashion-MNIST: 60,000 + 10,000 pictures of clothes from a folder; MNIST's format, 28 x 28 pixels, ten classes."""
+"""Fashion-MNIST: 60,000 + 10,000 pictures of clothes from a folder, in MNIST's format: 28 x 28 pixels, ten classes."""
 
 from typing import Any
 
@@ -30,11 +30,11 @@ def load(data_dir: str, own: NoSettings) -> Task:
     """Load the images.
 
     Args:
-        data_dir: where they are (`idx.Collection.load`).
-        own: nothing.
+        data_dir: folder of the images (`idx.Collection.load`).
+        own: no settings.
 
     Raises:
-        ValueError: If they cannot be read, or are not evenly many of each class: MNIST's files have the same names.
+        ValueError: if the images cannot be read, or the classes differ in size: MNIST's files have the same names.
     """
     if files.is_missing(data_dir):
         wanted = f"--set data-dir=FOLDER with them (from {_SOURCE}), or data-dir=torchvision:FOLDER to download them there"
@@ -43,7 +43,7 @@ def load(data_dir: str, own: NoSettings) -> Task:
     for part, labels in (("train", images.train_labels), ("t10k", images.test_labels)):
         counts = np.bincount(labels, minlength=len(CLASSES))
         if counts.min() != counts.max():
-            why = f"the labels of {part} are {counts.min()} to {counts.max()} of a class, and not equally many of each"
-            other = f"are these the files of MNIST? Those of Fashion-MNIST are at {_SOURCE}"
+            why = f"{part} has {counts.min()} to {counts.max()} images per class, must have equally many"
+            other = f"are these the files of MNIST? The files of Fashion-MNIST are at {_SOURCE}"
             raise refusal("data-dir", data_dir, f"{why}; {other}")
     return images

@@ -1,4 +1,4 @@
-"""Where a task's files are: in the folder of `data-dir`, or in a folder with the task's name there. Nothing is downloaded."""
+"""Find a task's files in the folder `data-dir` or in its subfolder with the task's name. Nothing is downloaded."""
 
 from pathlib import Path
 
@@ -6,14 +6,14 @@ import numpy as np
 
 from flower_dp.core.checks import BadValue, refusal
 
-# The value of data-dir in presets whose data are not in the package.
+# The value of data-dir in presets whose data no package carries.
 NEEDED = "NEEDED"
 
 
 def split(labels: np.ndarray, num_classes: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the places of records to train and to test with: a fifth of each class of 0, 1, ... is for tests.
+    """Return the indices of training and test records; a fifth of each class 0, 1, ... is for tests.
 
-    It follows from the labels alone: the test set is public, and the same for all runs.
+    The split depends only on the labels and a fixed seed: the test set is public, and the same for all runs.
     """
     rng = np.random.default_rng(0)
     by_class = [rng.permutation(np.flatnonzero(labels == label)) for label in range(num_classes)]
@@ -23,12 +23,12 @@ def split(labels: np.ndarray, num_classes: int) -> tuple[np.ndarray, np.ndarray]
 
 
 def is_missing(data_dir: str) -> bool:
-    """Return whether `data-dir` names no folder: it is empty, or has the placeholder of presets."""
+    """Return whether `data-dir` is empty or has the placeholder of presets."""
     return not data_dir or Path(data_dir).name == NEEDED  # `flower-dp run` makes paths absolute
 
 
 def missing(why: str) -> BadValue:
-    """Return the error that a task needs a folder."""
+    """Return the error that a task needs `data-dir`."""
     return BadValue("data-dir", f"data-dir: {why}")
 
 
@@ -36,13 +36,13 @@ def find(data_dir: str, *, task: str, name: str, advice: str) -> Path:
     """Return the path of one of a task's files.
 
     Args:
-        data_dir: The run-config key `data-dir`. A leading `~` is the home directory.
-        task: The task's name, which is also that of a folder where the file may be.
-        name: The file's name.
-        advice: Where to get the file.
+        data_dir: value of the run-config key `data-dir`. A leading `~` is the home directory.
+        task: name of the task, and of a subfolder that may have the file.
+        name: name of the file.
+        advice: text that tells where to get the file.
 
     Raises:
-        ValueError: If it isn't there, with the advice.
+        ValueError: if the file is missing, with the advice.
     """
     if is_missing(data_dir):
         raise missing(f"task={task!r} needs {name}: --set data-dir=FOLDER with that file; {advice}")
@@ -50,14 +50,14 @@ def find(data_dir: str, *, task: str, name: str, advice: str) -> Path:
     for path in (folder / name, folder / task / name):
         if path.is_file():
             return path
-    raise refusal("data-dir", data_dir, f"{name} is neither in {folder.absolute()} nor in its {task}; {advice}")
+    raise refusal("data-dir", data_dir, f"{name} is neither in {folder.absolute()} nor in its subfolder {task}; {advice}")
 
 
 def read_text(path: Path) -> str:
     """Return a file's text.
 
     Raises:
-        ValueError: If it can't be read or is no text, naming it.
+        ValueError: if the file can't be read or is not text, naming it.
     """
     try:
         return path.read_text(encoding="utf-8")

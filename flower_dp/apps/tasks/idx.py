@@ -1,4 +1,4 @@
-"""Images in the idx files of MNIST, and of data sets that took over its format."""
+"""Images in idx files, the format of MNIST and of data sets that adopted it."""
 
 import gzip
 import math
@@ -25,13 +25,13 @@ _TEST = ("t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Standardize:
-    """Turns uint8 pixels into float32 numbers with a published mean and deviation (of pixels from 0 to 1) taken out."""
+    """Standardizes uint8 pixels to float32 by a published mean and standard deviation of pixels from 0 to 1."""
 
     mean: float
     std: float
 
     def __call__(self, images: "Tensor") -> "Tensor":
-        """Return the numbers, in the shape of the images."""
+        """Return standardized images in the same shape."""
         return (images.float() - 255 * self.mean) / (255 * self.std)
 
 
@@ -40,11 +40,11 @@ class Collection:
     """A data set in idx files.
 
     Attributes:
-        task: The name of its task.
-        name: Its name for people.
-        torchvision: Its class in torchvision, which is also the folder's name in torchvision's layout.
-        prepare: With mean and deviation of a pixel, as they are published with the data set's benchmarks.
-        otherwise: What `data-dir` may be but such a folder, in words; may be empty.
+        task: name of the task.
+        name: name of the data set for readers.
+        torchvision: name of the class in torchvision, and of the folder in torchvision's layout.
+        prepare: standardization by a pixel's mean and deviation, as published with the data set's benchmarks.
+        otherwise: other allowed values of `data-dir`, as text; may be empty.
     """
 
     task: str
@@ -57,12 +57,11 @@ class Collection:
         """Load the images, uint8 [n, 28, 28] with 0 for the background, and labels from 0 to 9.
 
         Args:
-            data_dir: a folder with the idx files, plain or gzipped, in it or in its `<torchvision>/raw`; or "torchvision:" and a
-                folder, into which torchvision first downloads the files when they are missing. A leading `~` is the home
-                directory.
+            data_dir: folder with the idx files, plain or gzipped, in it or in its `<torchvision>/raw`; or "torchvision:" and a
+                folder, to which torchvision downloads the files if they are missing. A leading `~` is the home directory.
 
         Raises:
-            ValueError: If the folder does not hold the four files, a file is not what its name says, or the download failed.
+            ValueError: if the folder lacks one of the four files, a file has other contents, or the download failed.
         """
         asked = data_dir.startswith(DOWNLOAD_PREFIX)
         folder = self._download(data_dir) if asked else Path(data_dir).expanduser()
@@ -111,17 +110,17 @@ class Collection:
         except ImportError as error:
             raise refusal("data-dir", data_dir, vision.NEEDED) from error
         except (OSError, RuntimeError) as error:
-            why = f"torchvision could not put {self.name} there ({' '.join(str(error).split())})"  # whose text has many lines
+            why = f"torchvision could not download {self.name} ({' '.join(str(error).split())})"  # its text has many lines
             instead = f"without internet use {self.otherwise}a folder that has {self.name}'s idx files"
             raise refusal("data-dir", data_dir, f"{why}; {instead}") from error
         return root
 
 
 def download_folder(data_dir: str) -> Path:
-    """Return the folder that `data-dir` names, with or without the prefix that asks for a download to it.
+    """Return the folder that `data-dir` names, with or without the prefix for a download.
 
     Raises:
-        BadValue: if it names none.
+        BadValue: if `data-dir` names no folder.
     """
     folder = data_dir.removeprefix(DOWNLOAD_PREFIX)
     if not folder:
@@ -136,13 +135,13 @@ def read_idx(path: Path) -> np.ndarray:
     32-bit number, then the values.
 
     Returns:
-        uint8, of the shape that the file states.
+        Array uint8, in the shape that the file states.
 
     Raises:
-        ValueError: If the file is not such a file, is cut short or is too long; the message names it.
+        ValueError: if the file has another format, is too short or too long, naming it.
     """
     try:
-        # A bytearray makes an array that may be written to, which is what torch.from_numpy wants to see.
+        # An array over a bytearray is writable; torch.from_numpy warns of arrays that are not.
         data = bytearray(gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes())
     except (OSError, EOFError, zlib.error) as error:
         raise ValueError(f"{path}: cannot be read ({error})") from error

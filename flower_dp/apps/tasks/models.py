@@ -1,4 +1,4 @@
-"""Models for images and for rows of numbers; none keeps a state that training changes (no BatchNorm)."""
+"""Models for images and for rows of numbers. None has state that training changes: no BatchNorm."""
 
 from collections import OrderedDict
 from collections.abc import Callable
@@ -13,32 +13,35 @@ from flower_dp.clients.training.losses import Loss, hinge
 from flower_dp.core import checks
 
 _PIXELS = 28 * 28
-_COLOURED = 3 * 32 * 32
-# As in the paper that group normalisation comes from (Wu and He 2018).
+_COLORED = 3 * 32 * 32
+# As in the paper that group normalization comes from (Wu and He 2018).
 _NUM_GROUPS = 32
 
 
 def make(name: str, *, bias: bool = True, seed: int, num_features: int = _PIXELS, num_classes: int = 10) -> nn.Module:
-    """Build a model on the CPU, with torch's default initialisation drawn from `seed`.
+    """Build a model on the CPU, with torch's default initialization drawn from `seed`.
 
-    It takes float records [batch, ...] of `num_features` numbers and returns logits [batch, num_classes], "linear-svm" one number
-    a record [batch, 1]. Torch's global random state is as it was before the call.
+    The model takes float records [batch, ...] of `num_features` numbers and returns logits [batch, num_classes]; "linear-svm"
+    returns one number per record [batch, 1]. Torch's global random state does not change. The models are:
+
+    - "logistic": one linear layer, with one row of weights per class.
+    - "mlp": one hidden layer of 256 units with ReLU.
+    - "cnn", for 28 x 28 pixels: two 5 x 5 convolutions of 32 and 64 channels, each with ReLU and 2 x 2 max-pooling. A dense layer
+      of 512 and the output follow: 1,663,370 parameters (McMahan et al. 2017, section 3).
+    - "cnn-small", for 28 x 28 pixels: convolutions of 16 and 32 channels (8 x 8 and 4 x 4, stride 2) with tanh and max-pooling.
+      A dense layer of 32 with tanh and the output follow: 26,010 parameters (Papernot et al. 2021, table 1).
+    - "resnet18", for 32 x 32 color pixels: torchvision's ResNet-18 with group normalization (32 groups) in place of BatchNorm.
+    - "linear-svm": one row of weights, for labels -1 and +1.
 
     Args:
-        name: One of `MODELS`. "logistic": one linear layer, with a row of weights a class. "mlp": one hidden layer of 256, ReLU.
-            "cnn": two 5 x 5 convolutions of 32 and 64 channels, each with ReLU and 2 x 2 max-pooling, a dense layer of 512 and
-            the output, 1,663,370 parameters (McMahan et al. 2017, section 3), for 28 x 28 pixels. "cnn-small": convolutions of 16
-            and 32 channels (8 x 8 and 4 x 4, stride 2), each with tanh and max-pooling, a dense layer of 32 with tanh and the
-            output, 26,010 parameters (Papernot et al. 2021, table 1), for 28 x 28 pixels. "resnet18": torchvision's
-            ResNet-18 with group normalisation (32 groups) in place of BatchNorm, for colour pictures of 32 x 32 pixels.
-            "linear-svm": one row of weights, for labels -1 and +1.
-        bias: Whether the layers have bias terms.
-        seed: Seed of the initialisation, >= 0.
-        num_features: Numbers of a record.
-        num_classes: Classes of the labels.
+        name: one of `MODELS`.
+        bias: whether the layers have bias terms.
+        seed: seed of the initialization, >= 0.
+        num_features: number of features of a record.
+        num_classes: number of classes.
 
     Raises:
-        ValueError: If the name is unknown, the seed negative, or the model does not fit the numbers.
+        ValueError: if the name is unknown, the seed negative, or the model does not fit the numbers.
     """
     kind = _kind(name)
     checks.integer("seed", seed, at_least=0)
@@ -50,19 +53,19 @@ def make(name: str, *, bias: bool = True, seed: int, num_features: int = _PIXELS
 
 
 def loss_of(name: str) -> Loss:
-    """Return the loss that a model is trained and tested with: model outputs, labels -> mean loss.
+    """Return the loss of a model in training and tests: model outputs, labels -> mean loss.
 
     Raises:
-        ValueError: If the name is unknown.
+        ValueError: if the name is unknown.
     """
     return _kind(name).loss
 
 
 def predictions(name: str, outputs: Tensor) -> Tensor:
-    """Return the labels [batch] that a model's outputs speak for.
+    """Return the labels [batch] that a model's outputs predict.
 
     Raises:
-        ValueError: If the name is unknown.
+        ValueError: if the name is unknown.
     """
     return _kind(name).predict(outputs)
 
@@ -132,14 +135,14 @@ def _cnn_small(num_features: int, num_classes: int, bias: bool) -> nn.Module:
 
 def _check_pixels(model: str, num_features: int) -> None:
     if num_features != _PIXELS:
-        raise ValueError(f"model={model!r}: is for 28 x 28 pixels, not for {num_features} features")
+        raise ValueError(f"model={model!r}: needs 28 x 28 pixels, not {num_features} features")
 
 
 def _resnet18(num_features: int, num_classes: int, bias: bool) -> nn.Module:
-    if num_features != _COLOURED:
-        raise ValueError(f"model='resnet18': is for 3 x 32 x 32 pixels, not for {num_features} features")
+    if num_features != _COLORED:
+        raise ValueError(f"model='resnet18': needs 3 x 32 x 32 pixels, not {num_features} features")
     if not bias:
-        raise ValueError("model-bias=False: must be True for model='resnet18', whose convolutions have no bias terms anyhow")
+        raise ValueError("model-bias=False: must be True for model='resnet18', whose convolutions never have bias terms")
     try:
         resnet18 = vision.import_torchvision().models.resnet18
     except ImportError as error:
@@ -150,13 +153,13 @@ def _resnet18(num_features: int, num_classes: int, bias: bool) -> nn.Module:
 
 def _linear_svm(num_features: int, num_classes: int, bias: bool) -> nn.Module:
     if num_classes != 2:
-        raise ValueError(f"model='linear-svm': is for two classes, not for {num_classes}")
+        raise ValueError(f"model='linear-svm': needs two classes, not {num_classes}")
     return nn.Sequential(OrderedDict(flatten=nn.Flatten(), output=nn.Linear(num_features, 1, bias=bias)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Kind:
-    """How a model is built for numbers of features and classes and a bias, its loss, and the labels of its outputs."""
+    """A kind of model: its builder (num_features, num_classes, bias), its loss, and its predicted labels."""
 
     build: Callable[[int, int, bool], nn.Module]
     loss: Loss = nn.functional.cross_entropy

@@ -1,4 +1,4 @@
-"""How the training records are dealt to clients. Only indices are dealt: no record is touched or copied."""
+"""Deal the training records to clients. Only indices are dealt; no record is read or copied."""
 
 import warnings
 from collections.abc import Sequence
@@ -10,19 +10,19 @@ import numpy as np
 from flower_dp.core import checks
 
 PARTITIONS = ("iid", "dirichlet", "pathological", "label-shards", "het-mnist", "sample", "natural")
-# Those that read `classes_per_client`.
+# Partitions that read `classes_per_client`.
 WITH_CLASSES = ("pathological", "label-shards", "het-mnist")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampled:
-    """What each client of the "sample" partition has, drawn when it is asked for: a million clients take no time and no room.
+    """The clients' indices under the "sample" partition, drawn at each access: a million clients take no time and no memory.
 
     Attributes:
-        num_records: In the pool.
-        records_per_client: How many a client draws, without replacement.
-        num_clients: How many clients.
-        seed: Of the deal.
+        num_records: number of records in the pool.
+        records_per_client: number of records that a client draws, without replacement.
+        num_clients: number of clients.
+        seed: seed of the deal.
     """
 
     num_records: int
@@ -35,7 +35,7 @@ class Sampled:
 
     def __getitem__(self, client: int) -> np.ndarray:
         if not 0 <= client < self.num_clients:
-            raise IndexError(f"client {client}: there are {self.num_clients}")
+            raise IndexError(f"client {client}: must be 0 to {self.num_clients - 1}")
         return np.random.default_rng((self.seed, client)).choice(self.num_records, self.records_per_client, replace=False)
 
 
@@ -50,37 +50,37 @@ def partition(
     records_per_client: int,
     groups: np.ndarray | None = None,
 ) -> Sequence[np.ndarray] | Sampled:
-    """Deal the records to clients; the result depends on the arguments only.
+    """Deal the records to clients; the result depends only on the arguments.
 
-    Kinds: "iid", equal shares of a random order; "dirichlet", each class divided in proportions drawn from a symmetric
-    Dirichlet distribution; "pathological", each client has records of `classes_per_client` classes; these two are
-    flwr-datasets' partitioners. "label-shards", records sorted by label and cut into equal shards, of which each client
-    gets `classes_per_client` (McMahan et al. 2017, section 3); a shard can straddle two classes. "het-mnist", each client has
-    equally many records of each of `classes_per_client` classes, and all clients have equally many (HET_MNIST of Mohammadi et
-    al., for any labels). "natural", each client is one of the devices that the data name. "sample", each client draws
-    `records_per_client` records from the pool, so clients can have records in common.
+    No two clients share a record, except under "sample". The kinds are:
 
-    No two clients share a record, except under "sample". "iid" and "dirichlet" deal every record;
-    "pathological" every record of the classes that some client got (all of them from as many clients as classes on);
-    "label-shards" leaves out the few, chosen at random, that do not fill a shard; "het-mnist" what is more in a class than in the
-    one that is scarcest for the clients that have it.
+    - "iid": equal shares of a random order, of all records.
+    - "dirichlet": all records; each class is divided in proportions from a symmetric Dirichlet distribution (flwr-datasets).
+    - "pathological": each client has records of `classes_per_client` classes (flwr-datasets). Records of a class that no client
+      got are left out; with at least as many clients as classes there are none.
+    - "label-shards": records sorted by label and cut into equal shards; each client gets `classes_per_client` of them
+      (McMahan et al. 2017, section 3). A shard can straddle two classes. A few random records that fill no shard are left out.
+    - "het-mnist": each client has equally many records of each of `classes_per_client` classes, and all clients have equally many
+      (HET_MNIST of Mohammadi et al., for any labels). The class that is scarcest for its clients sets the number; what other
+      classes have more is left out.
+    - "natural": each client is one of the devices that the data name.
+    - "sample": each client draws `records_per_client` records from the pool, so clients can have records in common.
 
     Args:
-        kind: One of `PARTITIONS`.
-        labels: Integer classes of the training records, [n].
-        num_clients: How many clients.
-        seed: Seed of the deal, >= 0.
-        dirichlet_alpha: Concentration of the Dirichlet distribution, > 0: the smaller, the more clients differ.
-        classes_per_client: Classes (or shards) a client gets, under "pathological", "label-shards" and "het-mnist".
-        records_per_client: If not 0, each client keeps that many of its records, chosen at random.
-        groups: The device of each record, [n], from 0 on without gaps; None where the data name none.
+        kind: one of `PARTITIONS`.
+        labels: integer classes of the training records [n].
+        num_clients: number of clients, >= 1.
+        seed: seed of the deal, >= 0.
+        dirichlet_alpha: concentration of the Dirichlet distribution, > 0; with a smaller one clients differ more.
+        classes_per_client: number of classes (or shards) per client, for "pathological", "label-shards" and "het-mnist".
+        records_per_client: number of records that each client keeps, chosen at random; 0: all.
+        groups: device of each record [n], from 0 without gaps; None if the data name no devices.
 
     Returns:
-        One int64 array of indices into the training set for each client, none of them empty.
+        One int64 array of indices into the training set per client; none is empty.
 
     Raises:
-        ValueError: If an argument is out of range, or a client would get no record or fewer than
-            `records_per_client`.
+        ValueError: if an argument is out of range, or a client would get no record or fewer than `records_per_client`.
     """
     labels = np.asarray(labels)
     _check_population(kind, labels, num_clients, records_per_client)
@@ -104,11 +104,11 @@ def partition(
         clients = _through_flwr_datasets(kind, labels, num_clients, seed, dirichlet_alpha, classes_per_client)
     smallest = min(range(num_clients), key=lambda client: len(clients[client]))
     if len(clients[smallest]) < max(1, records_per_client):
-        wanted = f"records-per-client={records_per_client}" if records_per_client else f"num-clients={num_clients}"
+        setting = f"records-per-client={records_per_client}" if records_per_client else f"num-clients={num_clients}"
         dealt = f"the {len(labels)} records that the {kind} partition deals to num-clients={num_clients}"
-        raise ValueError(f"{wanted}: client {smallest} gets only {len(clients[smallest])} of {dealt}")
+        raise ValueError(f"{setting}: client {smallest} gets only {len(clients[smallest])} of {dealt}")
     if records_per_client:
-        rng = np.random.default_rng((seed, 1))  # another stream than the deal's
+        rng = np.random.default_rng((seed, 1))  # not the deal's random stream
         clients = [rng.choice(records, records_per_client, replace=False) for records in clients]
     return clients
 
@@ -128,21 +128,23 @@ def _check_population(kind: str, labels: np.ndarray, num_clients: int, records_p
 
 def _natural(groups: np.ndarray | None, num_clients: int) -> list[np.ndarray]:
     if groups is None:
-        raise ValueError("partition='natural': the data of this task name no devices; use another partition")
+        raise ValueError("partition='natural': the task's data name no devices; use another partition")
     counts = np.bincount(groups)
     if num_clients != len(counts):
-        raise ValueError(f"num-clients={num_clients}: must be {len(counts)} with partition='natural', the devices in the data")
+        raise ValueError(
+            f"num-clients={num_clients}: must be {len(counts)} with partition='natural', the number of devices in the data"
+        )
     return np.split(np.argsort(groups, kind="stable"), np.cumsum(counts)[:-1])
 
 
 def _equal_classes(labels: np.ndarray, num_clients: int, classes_per_client: int, rng: np.random.Generator) -> list[np.ndarray]:
-    """Deal shares of one size: those of a client are of different classes, and all classes have equally many or one more."""
+    """Deal shares of one size. A client's shares have different classes, and classes' numbers of shares differ by at most one."""
     _, numbers = np.unique(labels, return_inverse=True)
     counts = np.bincount(numbers)
     taken = np.zeros(len(counts), dtype=np.int64)
     chosen = []
     for _ in range(num_clients):
-        # Those with the fewest shares so far, in a random order where they are even.
+        # The classes with the fewest shares so far; ties in random order.
         classes = np.lexsort((rng.random(len(counts)), taken))[:classes_per_client]
         taken[classes] += 1
         chosen.append(classes)
@@ -157,8 +159,8 @@ def _label_shards(labels: np.ndarray, num_clients: int, shards_per_client: int, 
     if size == 0:
         needs = f"with classes-per-client={shards_per_client} needs {num_shards} shards"
         raise ValueError(f"num-clients={num_clients}: {needs}, but there are only {len(labels)} training records")
-    # The order is random first, so that what fills no shard is not always of the last class, nor a shard's records
-    # always neighbours in the file.
+    # Without a random order first, the records left out would always be of the last class, and a shard's records would be
+    # neighbors in the file.
     order = rng.permutation(len(labels))[: num_shards * size]
     shards = order[np.argsort(labels[order], kind="stable")].reshape(num_shards, size)
     return list(shards[rng.permutation(num_shards)].reshape(num_clients, shards_per_client * size))
@@ -168,10 +170,10 @@ def _through_flwr_datasets(
     kind: str, labels: np.ndarray, num_clients: int, seed: int, dirichlet_alpha: float, classes_per_client: int
 ) -> list[np.ndarray]:
     with warnings.catch_warnings():
-        # Its warnings tell of retries and of unused classes; the outcome is checked by the caller instead.
+        # Its warnings report retries and unused classes; the caller checks the outcome instead.
         warnings.simplefilter("ignore")
-        # Imported here because it takes seconds and 200 MB (it brings pandas, pyarrow, seaborn). A data set that is
-        # made in memory asks nothing of the network and writes no cache.
+        # Imported here because it takes seconds and 200 MB (pandas, pyarrow, seaborn). A data set made in memory uses no network
+        # and writes no cache.
         from datasets import Dataset  # noqa: PLC0415
         from flwr_datasets import partitioner as parts  # noqa: PLC0415
 
@@ -189,5 +191,5 @@ def _through_flwr_datasets(
             return [np.asarray(partitioner.load_partition(client)["index"][:], dtype=np.int64) for client in range(num_clients)]
         except ValueError as error:
             setting = f"dirichlet-alpha={dirichlet_alpha}" if kind == "dirichlet" else f"classes-per-client={classes_per_client}"
-            why = f"{len(labels)} records cannot be dealt so with {setting} that every client gets at least one ({error})"
+            why = f"with {setting} some clients get none of the {len(labels)} records ({error})"
             raise ValueError(f"num-clients={num_clients}: {why}; use fewer clients, or another value") from error

@@ -1,7 +1,7 @@
 """Vehicle: which of two military vehicles drives past? Acoustic and seismic features of 23 sensors, from `data-dir`.
 
-100 features a record, labels -1 and +1; a linear SVM with hinge loss. The features are taken as the file has them: in the form
-that goes around each sensor's records were standardised with their own mean and deviation, which no guarantee covers.
+100 features per record, labels -1 and +1; a linear SVM with hinge loss. The features are used as in the file. In the published
+file, each sensor's records were standardized by their own mean and deviation, which no guarantee covers.
 """
 
 import json
@@ -42,11 +42,11 @@ def load(data_dir: str, own: NoSettings) -> Task:
     """Load the records; the natural clients are the sensors, in the order of the file. There is no test set.
 
     Args:
-        data_dir: A folder with `vehicle.json`, in it or in its `vehicle`.
-        own: nothing.
+        data_dir: folder with `vehicle.json`, in it or in its subfolder `vehicle`.
+        own: no settings.
 
     Raises:
-        ValueError: If the file is missing, with where to get it, or is not what it should be, naming file, sensor and record.
+        ValueError: if the file is missing, with where to get it; or if its content is invalid, naming file, sensor and record.
     """
     path = files.find(data_dir, task="vehicle", name=FILE, advice=_ADVICE)
     sensors = [_sensor(path, name, content, count) for name, content, count in _users(path)]
@@ -74,7 +74,8 @@ def _users(path: Path) -> list[tuple[str, Any, Any]]:
             raise ValueError(f"{path}: must be a JSON object with the {kind.__name__} {key!r}")
     users, counts, data = (content[key] for key in wanted)
     if not users or len(users) != len(counts) or sorted(map(str, users)) != sorted(data):
-        raise ValueError(f"{path}: has {len(users)} users, {len(counts)} num_samples, {len(data)} user_data: must be the same")
+        sizes = f"{len(users)} users, {len(counts)} num_samples, {len(data)} user_data"
+        raise ValueError(f"{path}: has {sizes}; must have equally many, with the same names")
     return [(user, data[user], count) for user, count in zip(users, counts, strict=True)]
 
 
@@ -94,5 +95,5 @@ def _sensor(path: Path, name: str, content: Any, count: Any) -> tuple[np.ndarray
 
 
 def _is_number(value: Any) -> bool:
-    # Of float32: a larger one would become infinite.
+    # The limit is float32's: a larger number would become infinite.
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= _LARGEST

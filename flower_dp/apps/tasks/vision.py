@@ -1,4 +1,4 @@
-"""torchvision, imported only when it is asked for."""
+"""Import torchvision, only for the data sets and models that need it."""
 
 import importlib
 from types import ModuleType
@@ -10,15 +10,15 @@ _SCHEMA = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
 
 
 def import_torchvision() -> Any:
-    """Import torchvision, also where its compiled operators do not fit a CPU-only build of torch.
+    """Import torchvision, even if its compiled operators do not fit a CPU-only build of torch.
 
-    There a plain import fails because torchvision registers shapes for two operators that its library failed to
-    define. Only after exactly that failure are the two declared, without an implementation, and the import repeated.
-    Data sets, transforms and models then work; non-maximum suppression does not.
+    With such a build a plain import fails: torchvision registers shapes for two operators that its library did not define. Only
+    after exactly this failure the function declares the two operators, without an implementation, and imports again. Data sets,
+    transforms and models then work; non-maximum suppression does not.
 
     Raises:
-        ImportError: If torchvision is not installed.
-        RuntimeError: If its import fails for any other reason.
+        ImportError: if torchvision is not installed.
+        RuntimeError: if the import fails for any other reason.
     """
     try:
         return _import()

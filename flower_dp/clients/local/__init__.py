@@ -1,1 +1,1 @@
-"""Clients whose every message is private on its own, by their own terms and account."""
+"""Clients under local DP: each adds its full noise, by its own terms, and keeps its own account."""

@@ -1,4 +1,4 @@
-"""The client of methods with local placement: every message is private on its own, by the client's own budget and account."""
+"""The client of local DP methods: every message has its full noise, by the client's own budget and account."""
 
 from collections.abc import Iterator, Mapping
 from functools import cache, partial
@@ -10,52 +10,54 @@ from torch import Tensor, nn
 
 from flower_dp import wire
 from flower_dp.clients import answering
-from flower_dp.clients.account import LedgerPaths, account_of, agreed_terms, charged, ledger_files, ledger_of
-from flower_dp.clients.kept import kept_of
+from flower_dp.clients.account import LedgerPaths, account_of, charged, ledger_files, ledger_of, verify_terms
+from flower_dp.clients.client_vectors import load_vector
 from flower_dp.clients.local.evaluation import EvaluationRecipe, RecordMetrics, record_loss_and_accuracy
-from flower_dp.clients.local.recipe import ConditionsOnModel, LocalRecipe, MadeUp, Stateful
-from flower_dp.clients.node_client import NodeClient
+from flower_dp.clients.local.recipe import DryRunnable, LocalRecipe, ModelPreconditions, Stateful
+from flower_dp.clients.node_client import HostingClient
 from flower_dp.clients.policy import ClientPolicy
-from flower_dp.clients.reasons import UNFIT, Declined
-from flower_dp.clients.reply.pipeline import Job, Pipeline
+from flower_dp.clients.refusal_messages import UNFIT, Declined
+from flower_dp.clients.reply.pipeline import ClientJob, Pipeline
 from flower_dp.clients.training import dry_run
-from flower_dp.clients.training.draws import batch_seed
 from flower_dp.clients.training.recipe import FlatModel
 from flower_dp.clients.training.records import Records, repeats_rows
-from flower_dp.privacy.client_terms import Terms
+from flower_dp.clients.training.training_rng import batch_seed
+from flower_dp.privacy.client_terms import ClientTerms
 from flower_dp.privacy.evaluation_budget import EvaluationBudget
-from flower_dp.wire import Ask, Instruction, Refusal
+from flower_dp.wire import Instruction, Refusal, ReleaseRequest
 
 __all__ = ["LocalDPClient", "LocalRecipe"]
 
 
-class LocalDPClient(NodeClient):
-    """A Flower client whose clients' replies are private one by one, before they are added up.
+class LocalDPClient(HostingClient):
+    """A Flower client under local DP: every client's reply gets its full noise before the node adds the replies up.
 
-    Noise follows from each client's own terms. A client compares the server's version of its terms with its own. If they differ,
-    or its own noise is less, it does not reply: the server would state too small an epsilon. Each reply is charged to the
-    client's account before its records are read. A client whose budget is spent does not reply, whatever round number the server
-    sends. The account is in the node's Flower state, which is empty in the next run and after a restart of the SuperNode, or in a
+    Each client's own terms fix its noise. A client compares the server's version of its terms with its own. If they differ, or
+    its own noise is less, it does not reply: the server would state too small an epsilon. Each reply is charged to the client's
+    account before its records are read. A client whose budget is spent does not reply, whatever round number the server sends.
+
+    The account is in the node's Flower state, which is empty in the next run and after a restart of the SuperNode. Or it is in a
     file on the device, which counts the replies of all runs: the `ledger-path` of the node's config, or `ledger`.
 
-    A client without the node's context can't know what the device's owner has set, nor what was charged. It does not reply. A
-    context is of one message: an object that is kept for the next one needs that one's (`client_app` attaches it), or it does not
-    reply either, since the charge would be lost with the old context.
+    A client without the node's context does not reply: it can't know the settings of the device's owner, nor past charges. A
+    context belongs to one message. A client object that is kept needs the next message's context (`client_app` attaches it).
+    Without it the client does not reply either, since the charge would be lost with the old context.
 
-    The node replies with the weighted sum of its clients' rows, with the server's weights: weighting a private row costs nothing.
+    The node replies with the sum of its clients' rows, with the server's weights: weighting a noised row costs nothing.
 
     Args:
-        model: the architecture; its weights are overwritten. Without BatchNorm.
-        clients: the records of every client that lives here, by its stable name; on a device one.
-        recipe: how a reply is made, for example `FedSGDDPCRecipe`.
-        context: of the node, as `client_fn` receives it; `client_app` attaches it itself. Its config may name a `ledger-path`.
+        model: architecture without BatchNorm; its weights are overwritten.
+        clients: records of every hosted client, by its stable name; a device hosts one.
+        recipe: recipe of a reply, for example `FedSGDDPCRecipe`.
+        context: context of the node, as `client_fn` receives it; `client_app` attaches it itself. Its config may name a
+            `ledger-path`.
         ledger: the app's own file of the clients' accounts, or one each by the client's name. None, and no `ledger-path`: the
             accounts last one run, in the node's state.
         policy: further limits of this client.
-        device: where to train; by default the GPU if this process has one, else the CPU.
-        seed: governs the order of records, never noise or the choice of records.
-        noise_seed: for tests only: fixed noise, of which the server is told, so that the run counts as not private.
-        evaluation: what private evaluations may cost each client, beside the recipe's budget; None: it takes part in none.
+        device: device to train on; by default the GPU if this process has one, else the CPU.
+        seed: seed of the order of records, never of noise or of the choice of records.
+        noise_seed: seed of fixed noise, for tests only; the server learns of it, so that the run counts as not private.
+        evaluation: budget of each client's private evaluations, beside the recipe's budget; None: it takes part in none.
         record_metrics: metrics of single records, for private evaluation; by default `loss` and `accuracy`.
 
     Example:
@@ -104,7 +106,7 @@ class LocalDPClient(NodeClient):
         """Receive the context of the node, whose config may name a ledger of the device's owner.
 
         Raises:
-            Declined: if the owner's ledger is not the app's, or no path.
+            Declined: if the owner's ledger is not the app's, or not a path.
         """
         ledger_of(self.ledger, self.clients, context)
         self.context, self._replied = context, False
@@ -120,45 +122,50 @@ class LocalDPClient(NodeClient):
         """Names of the vectors that the recipe works with besides the model."""
         return self.recipe.vectors if isinstance(self.recipe, Stateful) else ()
 
-    def why_unable(self) -> str | None:
-        """Return why none of the hosted clients can train, in fixed words; None if one can, or if only a record tells."""
-        why = super().why_unable()
-        if why is None:
+    def unable_reason(self) -> str | None:
+        """Return why none of the hosted clients can train, in fixed words; None if one can, or if only a record could tell."""
+        reason = super().unable_reason()
+        if reason is None:
             dry_run.log_private_kind(self.clients)
-        return why
+        return reason
 
-    def _why_unfit(self, records: Records) -> str | None:
-        why = self.recipe.why_unfit(self.model, records) if isinstance(self.recipe, MadeUp) else None
-        return None if why is None else f"{UNFIT}: {why}"
+    def _unfit_reason(self, records: Records) -> str | None:
+        reason = self.recipe.unfit_reason(self.model, records) if isinstance(self.recipe, DryRunnable) else None
+        return None if reason is None else f"{UNFIT}: {reason}"
 
-    def _work(self, vector: Tensor, instruction: Instruction) -> answering.Work:
-        """Return the work whose rows are private one by one, each charged to its client's account."""
+    def _work(self, vector: Tensor, instruction: Instruction) -> answering.NodeWork:
+        """Return the work whose rows get their full noise; each is charged to its client's account when this returns."""
         ask, number, recipe = instruction.ask, instruction.server_round, self._recipe(instruction.ask)
         account = account_of(self.ledger, self.clients, self.context)
         if self._replied:
             raise Declined("context: is of an earlier message; make the client in client_fn, or use flower_dp.clients.client_app")
         self._replied = True
+        # The order protects clients: agree on terms, dry run, preconditions, charge, and only then read records (`groups` is
+        # lazy). A client that can't train must not pay. Nothing that follows from a record's value may precede the charge: a
+        # refusal would reveal it, without noise and without a charge.
         agreed, refused = self._agreed(instruction, recipe)
         recipes, kept = dict.fromkeys(agreed, recipe), {}
         if isinstance(recipe, Stateful) and self.context is not None:  # `account_of` has refused a client without one
-            vectors = {name: torch.from_numpy(one.copy()).to(vector.device) for name, one in ask.vectors.items()}
-            found = {name: kept_of(self.context.state, name, vector.numel()) for name in agreed}
-            kept = {name: torch.from_numpy(one).to(vector.device) for name, one in found.items() if one is not None}
+            vectors = {name: torch.from_numpy(array.copy()).to(vector.device) for name, array in ask.vectors.items()}
+            stored = {name: load_vector(self.context.state, name, vector.numel()) for name in agreed}
+            kept = {name: torch.from_numpy(array).to(vector.device) for name, array in stored.items() if array is not None}
             recipes = {name: recipe.given(vectors, kept.get(name)) for name in agreed}
-        if ask.metrics is None:  # a client that can't train pays nothing
-            tried = {name: self._dry_run(name, records) for name, (_, records) in agreed.items()}
-            refused |= {name: Refusal(reason=why) for name, why in tried.items() if why is not None}
+        if ask.metrics is None:
+            unfit = {name: self._dry_run(name, records) for name, (_, records) in agreed.items()}
+            refused |= {name: Refusal(reason=reason) for name, reason in unfit.items() if reason is not None}
         for name, own in recipes.items():
-            if isinstance(own, ConditionsOnModel) and (why := own.why_not(vector, model=self.model, server_round=number)):
-                refused[name] = Refusal(reason=why)
+            if isinstance(own, ModelPreconditions) and (
+                text := own.refusal_reason(vector, model=self.model, server_round=number)
+            ):
+                refused[name] = Refusal(reason=text)
         due = {name: terms for name, (terms, _) in agreed.items() if name not in refused}
         refused |= charged(account, due, instruction)
 
-        def groups() -> Iterator[tuple[Pipeline, list[Job]]]:
+        def groups() -> Iterator[tuple[Pipeline, list[ClientJob]]]:
             for name, (terms, records) in agreed.items():
                 if name in refused:
                     continue
-                job = Job(
+                job = ClientJob(
                     name=name,
                     records=records,
                     seed=batch_seed(self.seed, number, name),
@@ -169,13 +176,13 @@ class LocalDPClient(NodeClient):
                 yield recipes[name].pipeline(terms.release, model=self.model, server_round=number), [job]
 
         length = vector.numel() if ask.metrics is None else len(ask.metrics.bounds)
-        return answering.Work(groups=groups(), length=length, refused=dict(refused))
+        return answering.NodeWork(groups=groups(), length=length, refused=dict(refused))
 
-    def _recipe(self, ask: Ask) -> LocalRecipe:
-        """Return how replies to an ask are made.
+    def _recipe(self, ask: ReleaseRequest) -> LocalRecipe:
+        """Return the recipe of replies to a request.
 
         Raises:
-            Declined: if it is of a metric that this client does not have.
+            Declined: if the request names a metric that this client does not have.
         """
         if ask.metrics is None:
             return self.recipe
@@ -189,17 +196,17 @@ class LocalDPClient(NodeClient):
 
     def _agreed(
         self, instruction: Instruction, recipe: LocalRecipe
-    ) -> tuple[dict[str, tuple[Terms, Records]], dict[str, Refusal]]:
-        """Return terms and records of the clients whose own terms equal the server's, and the reasons of the others."""
-        agreed: dict[str, tuple[Terms, Records]] = {}
+    ) -> tuple[dict[str, tuple[ClientTerms, Records]], dict[str, Refusal]]:
+        """Return terms and records of the clients whose own terms equal the server's, and the refusals of the others."""
+        agreed: dict[str, tuple[ClientTerms, Records]] = {}
         hosted, refused = self._hosted(instruction.clients)
         for name, records in hosted.items():
-            terms = agreed_terms(instruction, name, partial(recipe.terms, name, records), self.policy)
+            terms = verify_terms(instruction, name, partial(recipe.terms, name, records), self.policy)
             if isinstance(terms, Refusal):
                 refused[name] = terms
             elif terms.release.unit == "record" and repeats_rows(records):
-                why = "one row stands for several of its records, and one record would count more than once"
-                refused[name] = Refusal(reason=why)
+                reason = "one row stands for several of its records, so one record would count more than once"
+                refused[name] = Refusal(reason=reason)
             else:
                 agreed[name] = (terms, records)
         return agreed, refused

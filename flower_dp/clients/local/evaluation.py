@@ -1,4 +1,4 @@
-"""A client's part in private evaluation where its message is private on its own: metrics record by record, and full noise."""
+"""A client's part in private evaluation under local DP: metrics record by record, and full noise."""
 
 import logging
 from collections.abc import Callable, Iterator, Mapping
@@ -10,35 +10,35 @@ from torch import Tensor
 
 from flower_dp.clients.local.recipe import LocalRecipe
 from flower_dp.clients.local.row import evaluation_pipeline
-from flower_dp.clients.reasons import Declined, contained
-from flower_dp.clients.reply.pipeline import Job, Pipeline
+from flower_dp.clients.refusal_messages import Declined, contained
+from flower_dp.clients.reply.pipeline import ClientJob, Pipeline
 from flower_dp.clients.training.attributes import evaluating
 from flower_dp.clients.training.batches import Inputs, num_rows, split
-from flower_dp.clients.training.draws import OwnDraws, draws_seed
-from flower_dp.clients.training.joins import one_alone
+from flower_dp.clients.training.isolated_records import map_isolated
 from flower_dp.clients.training.losses import Loss, record_cross_entropy
 from flower_dp.clients.training.per_record import keeps_records_apart
-from flower_dp.clients.training.reading import apart
 from flower_dp.clients.training.recipe import FlatModel, outputs_of
+from flower_dp.clients.training.record_isolation import must_compute_alone
 from flower_dp.clients.training.records import Records
+from flower_dp.clients.training.training_rng import IsolatedRng, draws_seed
 from flower_dp.core.metric_bounds import MetricBounds
-from flower_dp.privacy.client_terms import Terms
+from flower_dp.privacy.client_terms import ClientTerms
 from flower_dp.privacy.evaluation_budget import EvaluationBudget
 from flower_dp.privacy.release import Release
 from flower_dp.wire import EVALUATION
 
 log = logging.getLogger("flwr")
 
-# Records that go through the model together, always so many: a record's bits then don't depend on how many there are.
+# Records that go through the model together, always so many: a record's bits then don't depend on the number of records.
 _CHUNK = 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordMetrics:
-    """Metrics of single records, for private evaluation: their means are what is estimated.
+    """Metrics of single records, for private evaluation, which estimates their means.
 
     Attributes:
-        names: of the metrics.
+        names: names of the metrics.
         of: outputs [1, ...] and target [1, ...] of one record -> its metrics by name, all of `names`.
 
     Example:
@@ -53,11 +53,11 @@ class RecordMetrics:
 
 
 def record_loss_and_accuracy(loss: Loss, *, labels: Callable[[Tensor], Tensor] | None = None) -> RecordMetrics:
-    """Return a record's own `loss`, and `accuracy`, which is 1 where the model's label is the target and else 0.
+    """Return the metrics `loss` and `accuracy` of a record; accuracy is 1 if the model's label is the target, else 0.
 
     Args:
         loss: model outputs, targets -> loss, for batches of one record.
-        labels: model outputs [1, ...] -> the label [1] that they speak for; None: the largest of logits [1, classes].
+        labels: model outputs [1, ...] -> the predicted label [1]; None: the largest of logits [1, classes].
     """
     of_record = record_cross_entropy if loss is torch.nn.functional.cross_entropy else loss
     label_of = labels or (lambda outputs: outputs.argmax(1))
@@ -72,9 +72,9 @@ def record_loss_and_accuracy(loss: Loss, *, labels: Callable[[Tensor], Tensor] |
 class RecordContributions:
     """A client's contributions to an evaluation of the global model.
 
-    Where the unit of privacy is a record, each has a contribution of its own, computed from that record alone; one that can't be
-    read, or whose metrics can't be computed, contributes zero: no record decides whether the client replies. Where the unit is
-    the client, the mean of its records is its one contribution.
+    If the unit of privacy is a record, each record has a contribution of its own, computed from that record alone. A record that
+    can't be read, or whose metrics can't be computed, contributes zero: no record decides whether the client replies. If the unit
+    is the client, the mean of its records is its one contribution.
     """
 
     model: FlatModel
@@ -83,14 +83,15 @@ class RecordContributions:
     release: Release
 
     @torch.no_grad()
-    def __call__(self, vector: Tensor, job: Job) -> np.ndarray:
+    def __call__(self, vector: Tensor, job: ClientJob) -> np.ndarray:
         """Return the contributions [n, dimension], float64, of the client's records, or of a secret choice of them."""
         model, release, rng = self.model, self.release, job.secret()
         positions = np.arange(len(job.records))
-        if release.unit == "record" and release.relation == "replace-one" and len(job.records) > release.num_clients:
-            # Fewer are public, for example a batch. Under add-or-remove-one one record more could take another's place here.
-            positions = np.sort(rng.choice(len(job.records), release.num_clients, replace=False))
-        # Under add-or-remove-one a record more moves the others to other places, and a place may matter to the last bits.
+        if release.unit == "record" and release.relation == "replace-one" and len(job.records) > release.num_units:
+            # The public number is smaller, for example a batch. Not under add-or-remove-one: an added record could take another's
+            # place here.
+            positions = np.sort(rng.choice(len(job.records), release.num_units, replace=False))
+        # Under add-or-remove-one an added record moves the others to other places, and a place may change the last bits.
         together = _CHUNK if release.relation == "replace-one" and keeps_records_apart(model.module) else 1
         model.reset_buffers()
         model.vector.copy_(vector)
@@ -102,19 +103,19 @@ class RecordContributions:
         finally:
             model.reset_buffers()
         if problems:
-            log.warning("metrics of records can't be computed, and they count as zero: %s", ", ".join(sorted(problems)))
+            log.warning("Metrics of records can't be computed, and they count as zero: %s", ", ".join(sorted(problems)))
         return rows.sum(axis=0, keepdims=True) / max(1, len(rows)) if release.unit == "client" else rows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluationRecipe:
-    """One reply to an evaluation: the noised mean of its contributions, on the client's own terms of evaluation.
+    """One reply to an evaluation: the noised mean of its contributions, by the client's own terms of evaluation.
 
     Attributes:
-        training: the recipe of the method, whose terms say what is protected.
-        budget: of evaluations; None: the client takes part in none.
-        metrics: of one record.
-        bounds: the metrics that are asked for.
+        training: recipe of the method, whose terms fix the unit of privacy.
+        budget: budget of evaluations; None: the client takes part in none.
+        metrics: metrics of one record.
+        bounds: bounds of the requested metrics.
     """
 
     training: LocalRecipe
@@ -124,11 +125,11 @@ class EvaluationRecipe:
 
     method = EVALUATION
 
-    def terms(self, name: str, records: Records) -> Terms:
+    def terms(self, name: str, records: Records) -> ClientTerms:
         """Return one client's terms of evaluation.
 
         Raises:
-            Declined: without a budget.
+            Declined: if the client has no budget of evaluations.
         """
         if self.budget is None:
             raise Declined("evaluation=None: this client has no budget of private evaluations")
@@ -141,11 +142,11 @@ class EvaluationRecipe:
 
 
 def _contribution(metrics: RecordMetrics, record: tuple[Tensor, Tensor], bounds: MetricBounds, problems: set[str]) -> np.ndarray:
-    """Return a record's contribution [dimension]; zero for one whose metrics can't be computed, with the error in `problems`."""
+    """Return a record's contribution [dimension]; if its metrics can't be computed, zero, and add the error to `problems`."""
     try:
         with contained():
             values = metrics.of(*record)
-        return np.asarray(bounds.centred(np.asarray([[float(values[name]) for name in bounds.bounds]]))[0])
+        return np.asarray(bounds.centered(np.asarray([[float(values[name]) for name in bounds.bounds]]))[0])
     except Exception as error:
         problems.add(type(error).__name__)
         return np.zeros(len(bounds.bounds))
@@ -155,7 +156,7 @@ def _outputs(
     model: FlatModel, records: Records, positions: Tensor, seed: int, size: int
 ) -> Iterator[tuple[int, tuple[Tensor, Tensor]]]:
     """Yield the index in `positions` of every record that can be read and run, and its outputs and target [1, ...]."""
-    start, problems, draws = model.vector.clone(), set[str](), OwnDraws.of_data_sets(model.vector.device)
+    start, problems, draws = model.vector.clone(), set[str](), IsolatedRng.of_data_sets(model.vector.device)
 
     def passed(inputs: Inputs) -> Tensor:
         # Every forward pass begins with the same weights, buffers and draws, however many there were before it.
@@ -164,7 +165,7 @@ def _outputs(
             draws.restart(draws_seed(seed))
             made = outputs_of(model.module, inputs)
         if len(made) != num_rows(inputs):
-            raise ValueError(f"{num_rows(inputs)} records have {len(made)} outputs")
+            raise ValueError(f"outputs: {len(made)} for {num_rows(inputs)} records: must be one for each")
         return made
 
     def rows(inputs: Inputs, targets: Tensor) -> Tensor:
@@ -179,14 +180,14 @@ def _outputs(
         return passed(inputs)
 
     def outputs(inputs: Inputs, targets: Tensor) -> tuple[Tensor, Tensor]:
-        if one_alone(model, inputs, targets, rows, "outputs"):
-            return torch.cat([at_start(one) for one in split(inputs, 1)]), targets
+        if must_compute_alone(model, inputs, targets, rows, "outputs"):
+            return torch.cat([at_start(row) for row in split(inputs, 1)]), targets
         return at_start(inputs), targets
 
-    for first, places, (made, targets) in apart(
+    for first, places, (made, targets) in map_isolated(
         records, positions, outputs, size=size, device=model.device, seed=seed, problems=problems
     ):
         for place in places.tolist():
             yield first + place, (made[place : place + 1], targets[place : place + 1])
     if problems:
-        log.warning("records can't be evaluated and count as zero: %s", ", ".join(sorted(problems)))
+        log.warning("Records can't be evaluated and count as zero: %s", ", ".join(sorted(problems)))

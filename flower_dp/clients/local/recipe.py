@@ -1,4 +1,4 @@
-"""The client side of a method whose every message is private on its own."""
+"""Protocols of the client side of a local DP method."""
 
 from collections.abc import Mapping
 from typing import Protocol, runtime_checkable
@@ -8,18 +8,18 @@ from torch import Tensor
 from flower_dp.clients.reply.pipeline import Pipeline
 from flower_dp.clients.training.recipe import FlatModel
 from flower_dp.clients.training.records import Records
-from flower_dp.privacy.client_terms import Terms
+from flower_dp.privacy.client_terms import ClientTerms
 from flower_dp.privacy.release import Release
 
 
 class LocalRecipe(Protocol):
-    """How one client makes a reply that is private on its own."""
+    """The recipe of one client's reply with full noise (local DP)."""
 
     @property
     def method(self) -> str:
         """Name of the method."""
 
-    def terms(self, name: str, records: Records) -> Terms:
+    def terms(self, name: str, records: Records) -> ClientTerms:
         """Return the client's terms, from its own budget and data size alone."""
 
     def pipeline(self, release: Release, *, model: FlatModel, server_round: int) -> Pipeline:
@@ -28,7 +28,7 @@ class LocalRecipe(Protocol):
 
 @runtime_checkable
 class Stateful(Protocol):
-    """A recipe whose clients keep a vector from round to round (`Pipeline.keep`), or work with vectors of the ask."""
+    """A recipe whose clients keep a vector from round to round (`Pipeline.keep`), or work with vectors of the request."""
 
     @property
     def vectors(self) -> tuple[str, ...]:
@@ -38,31 +38,31 @@ class Stateful(Protocol):
         """Return the recipe of one client's reply in one round.
 
         Args:
-            vectors: of the ask [d], float32, by name; public.
-            kept: what the client has kept [d], float32; None in its first round, and if that was lost.
+            vectors: public vectors of the request [d], float32, by name.
+            kept: vector [d] that the client has kept, float32; None in its first round, and if the vector was lost.
         """
 
 
 @runtime_checkable
-class ConditionsOnModel(Protocol):
-    """A recipe whose proof has conditions on what the server sends. Its clients check them before they pay and reply."""
+class ModelPreconditions(Protocol):
+    """A recipe whose proof has conditions on the server's message. Its clients check them before they pay and reply."""
 
-    def why_not(self, vector: Tensor, *, model: FlatModel, server_round: int) -> str | None:
+    def refusal_reason(self, vector: Tensor, *, model: FlatModel, server_round: int) -> str | None:
         """Return why a client must not reply to a model [d], in a text that the server may see; None if it may.
 
         Args:
-            vector: the server's model.
-            model: the client's own.
-            server_round: the server's number.
+            vector: model of the server.
+            model: model of the client.
+            server_round: round number of the server.
         """
 
 
 @runtime_checkable
-class MadeUp(Protocol):
-    """A recipe that makes a dry run on records that nobody has."""
+class DryRunnable(Protocol):
+    """A recipe that does a dry run on synthetic records."""
 
-    def why_unfit(self, model: FlatModel, records: Records) -> str | None:
-        """Return why no record of the public shape and type of a client's can be trained on; None if one can, or nobody knows.
+    def unfit_reason(self, model: FlatModel, records: Records) -> str | None:
+        """Return why no record of the client's public shape and type can be trained on; None if one can, or in doubt.
 
-        The text is one of `flower_dp.clients.reasons`; no record decides it.
+        The text is one of `flower_dp.clients.refusal_messages`; no record decides it.
         """

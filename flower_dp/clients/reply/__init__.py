@@ -1,1 +1,1 @@
-"""A client's reply: training, clip, noise and encoding as a pipeline with named slots."""
+"""A client's reply: training, clip, noise and encoding, as a pipeline with named slots."""

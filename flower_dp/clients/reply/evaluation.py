@@ -7,7 +7,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from flower_dp.clients.reply.pipeline import Job, Trained, one_by_one
+from flower_dp.clients.reply.pipeline import ClientJob, Trained, one_by_one
 from flower_dp.clients.training.attributes import evaluating
 from flower_dp.clients.training.losses import Loss, checked
 from flower_dp.clients.training.recipe import FlatModel, outputs_of
@@ -20,13 +20,13 @@ _BATCH = 512
 
 
 def loss_and_accuracy(loss: Loss, *, labels: Callable[[Tensor], Tensor] | None = None) -> Metrics:
-    """Return a client's own metrics: `loss`, and `accuracy`.
+    """Return a function that computes a client's own metrics: `loss`, and `accuracy`.
 
     Args:
-        loss: model outputs, targets -> the mean loss of a batch; it is given all of a client's outputs at once, for it may divide
+        loss: model outputs, targets -> the mean loss of a batch. It gets all of a client's outputs at once, because it may divide
             by a number that depends on the targets.
-        labels: model outputs [n, ...] -> the labels [n] that they speak for. None: the largest of logits [n, classes], and no
-            accuracy where targets are no classes [n].
+        labels: model outputs [n, ...] -> the predicted labels [n]. None: the largest of logits [n, classes], and no accuracy if
+            targets are not classes [n].
     """
     mean_loss = checked(loss)
 
@@ -44,7 +44,7 @@ def loss_and_accuracy(loss: Loss, *, labels: Callable[[Tensor], Tensor] | None =
             classes = classes and targets.ndim == 1 and outputs.ndim == 2 and not targets.dtype.is_floating_point
             right += int((outputs.argmax(1) == targets).sum()) if classes else 0
         if len({(outputs.shape[1:], targets.shape[1:]) for outputs, targets in made}) == 1:
-            made = [(torch.cat([one for one, _ in made]), torch.cat([one for _, one in made]))]
+            made = [(torch.cat([outputs for outputs, _ in made]), torch.cat([targets for _, targets in made]))]
         total = sum(float(mean_loss(outputs, targets)) * len(targets) for outputs, targets in made)
         return {"loss": total / max(count, 1)} | ({"accuracy": right / max(count, 1)} if classes else {})
 
@@ -53,18 +53,18 @@ def loss_and_accuracy(loss: Loss, *, labels: Callable[[Tensor], Tensor] | None =
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MetricRows:
-    """Evaluation of the global model, as the `train` part of a pipeline: a row has a client's metrics and counts the client."""
+    """Evaluation of the global model, as the `train` part of a pipeline: a row holds a client's metrics and a count of 1."""
 
     model: FlatModel
     metrics: Metrics
     bounds: MetricBounds
 
-    def rows(self, vector: Tensor, jobs: Sequence[Job]) -> Iterator[Trained]:
+    def rows(self, vector: Tensor, jobs: Sequence[ClientJob]) -> Iterator[Trained]:
         """Yield every client's vector [metrics + 1], float64 and of norm at most 1, and 0 as the loss; or its error."""
         return one_by_one(jobs, partial(self._row, vector), reset=self.model.reset)
 
     @torch.no_grad()
-    def _row(self, vector: Tensor, job: Job) -> tuple[Tensor, Tensor]:
+    def _row(self, vector: Tensor, job: ClientJob) -> tuple[Tensor, Tensor]:
         module = self.model.module
         self.model.vector.copy_(vector)
         with evaluating(module):

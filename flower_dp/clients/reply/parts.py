@@ -17,8 +17,8 @@ from flower_dp.core.noise import Generator
 from flower_dp.core.vectors import Array
 from flower_dp.privacy.release import Release
 
-# Gives the generator of one reply's noise and secret choices, which no other reply uses.
-Secret = Callable[[], Generator]
+# Returns the generator of one reply's noise and secret choices, which no other reply uses.
+NoiseSource = Callable[[], Generator]
 
 
 @final
@@ -27,13 +27,13 @@ class Mask:
     """The coordinates that all clients keep in a round, before the clip. They follow from public numbers and not from data.
 
     Attributes:
-        of: the round's mask, as the server has asked for it.
-        length: of the vector.
-        num_extra: coordinates behind the vector that are always kept.
-        indices: the kept coordinates [k], increasing.
+        of: mask of the round, as the server has requested it.
+        length: number of coordinates of the vector.
+        num_extra: number of coordinates behind the vector, which are always kept.
+        indices: kept coordinates [k], increasing.
 
     Raises:
-        ValueError: if it is no mask of such a vector.
+        ValueError: if the mask does not fit such a vector.
 
     Example:
         >>> from flower_dp.clients.reply.parts import Mask
@@ -50,7 +50,7 @@ class Mask:
 
     def __post_init__(self) -> None:
         extra = np.arange(self.length, self.length + self.num_extra)
-        # A new array: torch wants one that can be written.
+        # A new array: torch needs one that can be written.
         object.__setattr__(self, "indices", np.concatenate([self.of.indices(self.length), extra]))
 
     def keep(self, row: Array) -> Array:
@@ -75,7 +75,7 @@ class RowClip:
 
     Attributes:
         clip_norm: L2 bound.
-        step: of the lattice; 0 for none.
+        step: step of the lattice; 0 for none.
 
     Example:
         >>> import numpy as np
@@ -93,17 +93,17 @@ class RowClip:
         Raises:
             ValueError: if an entry is NaN or infinite.
         """
-        return noise.toward_zero(clip_l2(row, self.clip_norm), self.step)
+        return noise.round_toward_zero(clip_l2(row, self.clip_norm), self.step)
 
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IndicatorClip:
-    """Clip one client's update, and put behind it whether it was within the clip norm; then round both toward zero.
+    """Clip one client's update, append an indicator that the update was within the clip norm, and round both toward zero.
 
     Attributes:
-        indicator: the clip norm of the update, and what the indicator counts.
-        step: of the lattice; 0 for none.
+        indicator: clip norm of the update, and scale of the indicator.
+        step: step of the lattice; 0 for none.
 
     Example:
         >>> import numpy as np
@@ -123,7 +123,7 @@ class IndicatorClip:
         return self.indicator.joint_norm
 
     def __call__(self, row: Array) -> Array:
-        """Return the clipped row, or rows [n, d]; what stands in the last entry of each is replaced by the indicator.
+        """Return the clipped row, or rows [n, d]; the indicator replaces the last entry of each.
 
         Raises:
             ValueError: if an entry is NaN or infinite.
@@ -132,7 +132,7 @@ class IndicatorClip:
         update, asked = row[..., :-1], self.indicator
         clipped = clip_l2(update, asked.clip_norm)
         last = xp.astype(indicator(update, asked.clip_norm, asked.scale), clipped.dtype)[..., None]
-        return noise.toward_zero(xp.concat([clipped, last], axis=-1), self.step)
+        return noise.round_toward_zero(xp.concat([clipped, last], axis=-1), self.step)
 
 
 @final
@@ -145,7 +145,7 @@ class RecordClip:
 
     Attributes:
         clip_norm: bound on the norm of one record's contribution.
-        step: of the lattice; 0 for none.
+        step: step of the lattice; 0 for none.
         norm: `l1` or `l2`.
 
     Example:
@@ -165,7 +165,7 @@ class RecordClip:
     def records(self, rows: Array) -> Array:
         """Return the clipped contributions of records [n, d]."""
         clip = clip_l1 if self.norm == "l1" else clip_l2
-        return noise.toward_zero(clip(rows, self.clip_norm), self.step)
+        return noise.round_toward_zero(clip(rows, self.clip_norm), self.step)
 
     def __call__(self, row: Array) -> Array:
         """Return a sum of clipped contributions as it is."""
@@ -175,11 +175,11 @@ class RecordClip:
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NotPrivate:
-    """No noise at all: a run without privacy."""
+    """No noise at all, for a run without privacy."""
 
     noise_std: ClassVar[float] = 0.0
 
-    def add(self, clipped: Array, step: float, rng: Secret) -> Array:
+    def add(self, clipped: Array, step: float, rng: NoiseSource) -> Array:
         """Return the row as it is."""
         return clipped
 
@@ -187,11 +187,11 @@ class NotPrivate:
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerNoise:
-    """No noise on this client: the trusted server adds it to the sum. No selection by value may come before that."""
+    """No noise on this client, since the trusted server adds it to the sum. No selection by value may come before that."""
 
     noise_std: ClassVar[float] = 0.0
 
-    def add(self, clipped: Array, step: float, rng: Secret) -> Array:
+    def add(self, clipped: Array, step: float, rng: NoiseSource) -> Array:
         """Return the row as it is."""
         return clipped
 
@@ -213,7 +213,7 @@ class GaussianShare:
     def __post_init__(self) -> None:
         checks.number("noise_std", self.noise_std, above=0)
 
-    def add(self, clipped: Array, step: float, rng: Secret) -> Array:
+    def add(self, clipped: Array, step: float, rng: NoiseSource) -> Array:
         """Return the clipped row with its noise, in float64."""
         return clipped + noise.gaussian(clipped, self.noise_std, step, rng())
 
@@ -221,10 +221,10 @@ class GaussianShare:
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FullNoise:
-    """All noise of a release that is private on its own, from the client's own terms.
+    """The full noise of one reply under local DP, by the client's own terms.
 
     Attributes:
-        release: the release of one reply; its mechanism may be Gaussian or Laplace, or have no noise for an infinite budget.
+        release: release of one reply; its mechanism may be Gaussian or Laplace, or have no noise for an infinite budget.
     """
 
     release: Release
@@ -234,7 +234,7 @@ class FullNoise:
         """Scale of the noise on the clipped sum."""
         return self.release.noise_scale
 
-    def add(self, clipped: Array, step: float, rng: Secret) -> Array:
+    def add(self, clipped: Array, step: float, rng: NoiseSource) -> Array:
         """Return the clipped sum with its noise, in float64."""
         return clipped + self.release.mechanism.noise(clipped, self.release.noise_scale, step, rng())
 
@@ -242,13 +242,13 @@ class FullNoise:
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepNoise:
-    """All noise of a method in which every local step releases its own noised sum, from the client's own terms.
+    """The full noise of every local step, by the client's own terms, for methods whose every step releases its own noised sum.
 
     The `train` part adds it to the sum of every step, directly before the weights change; the noise slot of the pipeline holds
     the same object. The row is computed from noised sums alone, and gets no further noise.
 
     Attributes:
-        release: the release of one step.
+        release: release of one step.
 
     Example:
         >>> import numpy as np
@@ -275,13 +275,13 @@ class StepNoise:
         """Return the clipped sum of one step with its noise, in float64.
 
         Args:
-            total: the sum, on the lattice.
-            step: of the lattice.
-            rng: of the reply; every call draws anew.
+            total: clipped sum, on the lattice.
+            step: step of the lattice.
+            rng: generator of the reply; every call draws anew.
         """
         return total + self.release.mechanism.noise(total, self.release.noise_scale, step, rng)
 
-    def add(self, clipped: Array, step: float, rng: Secret) -> Array:
+    def add(self, clipped: Array, step: float, rng: NoiseSource) -> Array:
         """Return a row that is computed from noised sums, unchanged."""
         return clipped
 

@@ -13,20 +13,29 @@ from typing import TYPE_CHECKING, ClassVar, Literal, Protocol, TypeVar, get_args
 
 from array_api_compat import array_namespace
 
-from flower_dp.clients.reasons import SEE_LOG, TRAINING, UNFIT, Declined, UnfitModelError, contained, new_traceback_of, place_of
-from flower_dp.clients.reply.parts import Clip, Mask, Noise, RecordClip, Secret, ServerNoise, StepNoise
+from flower_dp.clients.refusal_messages import (
+    SEE_LOG,
+    TRAINING,
+    UNFIT,
+    Declined,
+    UnfitModelError,
+    contained,
+    new_traceback_of,
+    place_of,
+)
+from flower_dp.clients.reply.parts import Clip, Mask, Noise, NoiseSource, RecordClip, ServerNoise, StepNoise
 from flower_dp.clients.reply.sending import QSGD, Dense, Encoder, RandK, Selection, bytes_a_value, width_of_sum
 from flower_dp.core.clipping import NOT_FINITE, NotFiniteError, l2_norms
 from flower_dp.core.compression import Payload
 from flower_dp.core.vectors import Array
 from flower_dp.wire import FAILED, Code, Refusal
 
-if TYPE_CHECKING:  # it needs torch, and a device that trains in another framework has none
+if TYPE_CHECKING:  # the module needs torch, and a device that trains in another framework has none
     from flower_dp.clients.training.records import Records
 
 log = logging.getLogger("flwr")
 
-# A clipped row on the lattice, None for one that is not finite; and its norm before the clip, None where nobody asks.
+# A clipped row on the lattice, None for one that is not finite; and its norm before the clip, None unless metrics are requested.
 _Clipped = tuple[Array | None, Array | None]
 _CLIPS, _NOISES = get_args(Clip), get_args(Noise)
 # A client's row [d] and its 0-d training loss, or its error; arrays of any library.
@@ -35,23 +44,23 @@ _Work = TypeVar("_Work")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
+class ClientJob:
     """One client's part in a round.
 
     Attributes:
-        name: the client.
-        records: its records.
-        seed: public; governs the order of the records, never a secret.
-        secret: gives the generator of noise and secret choices, made for this reply.
-        weight: public; the weight of the reply in the node's sum.
-        kept: the vector [d] that the client has kept from an earlier round, float32; None for none.
-        measured: whether the reply has the norm of its row before the clip, since the server asks for metrics.
+        name: name of the client.
+        records: records of the client.
+        seed: public seed of the order of the records, never of a secret.
+        secret: function that returns the generator of noise and secret choices, made for this reply.
+        weight: public weight of the reply in the node's sum.
+        kept: vector [d] that the client has kept from an earlier round, float32; None for none.
+        measured: whether the reply has the norm of its row before the clip, since the server requests metrics.
     """
 
     name: str
     records: "Records"
     seed: int
-    secret: Secret
+    secret: NoiseSource
     weight: float = 1.0
     kept: Array | None = None
     measured: bool = False
@@ -60,22 +69,23 @@ class Job:
 class Train(Protocol):
     """Local training of some clients.
 
-    If rows of several clients may be clipped at once, which takes less time on a GPU, it has an attribute `rows_together`: how
-    many, a number that neither data nor other clients decide.
+    Optional attributes of a class:
 
-    If it clips the contribution of every record, it has an attribute `record_clip`, a `RecordClip` equal to the pipeline's. If it
-    adds the noise of every step, it has an attribute `step_noise`, the same `StepNoise` object as the pipeline's.
+    - `rows_together`: number of rows that may be clipped at once, which takes less time on a GPU. Neither data nor other clients
+      decide it.
+    - `record_clip`: a `RecordClip` equal to the pipeline's; required if the training clips every record's contribution.
+    - `step_noise`: the pipeline's `StepNoise` object itself; required if the training adds the noise of every step.
     """
 
-    def rows(self, vector: Array, jobs: Sequence[Job]) -> Iterator[Trained]:
+    def rows(self, vector: Array, jobs: Sequence[ClientJob]) -> Iterator[Trained]:
         """Yield every client's row [d] and training loss, or its error, in order; no row depends on another client."""
 
 
 class Keep(Protocol):
-    """What a client keeps on its device until its next round: of the row that leaves, of what it kept before, of public numbers.
+    """The vector that a client keeps on its device until its next round.
 
-    It sees no record. Where single records are protected, its row has all its noise: what is kept changes what every other record
-    contributes later.
+    It is computed from the row that leaves, the client's previous vector and public numbers, never from a record. If single
+    records are protected, the row has all its noise: a kept vector changes every other record's later contributions.
     """
 
     slot: ClassVar[Literal["keep"]]
@@ -84,22 +94,24 @@ class Keep(Protocol):
         """Return the vector [d] that is kept.
 
         Args:
-            row: that leaves the client, [k].
-            kept: what it has kept from an earlier round; None for nothing.
+            row: row [k] that leaves the client.
+            kept: vector that the client has kept from an earlier round; None for none.
         """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reply:
-    """One client's reply: the row that is sent, and what is not.
+    """One client's reply: the row that is sent, and values beside it.
+
+    Loss and norm have no noise.
 
     Attributes:
-        row: the row [k] that is sent, with its weight; float32 or float64.
-        loss: the mean training loss, a 0-d tensor; sent only if metrics are asked for.
-        norm: the L2 norm of what the clip has clipped, 0-d, float64; None where nobody asks. It is private, as the loss.
-        num_bytes: the size of the row if the client sent it alone.
-        alone: the payload if the client is the only one in the node's sum, if it differs from the sum's payload.
-        kept: the vector that the client keeps until its next round, once the reply leaves; None for none.
+        row: row [k] that is sent, with its weight; float32 or float64.
+        loss: mean training loss, a 0-d tensor; sent only if both sides allow metrics.
+        norm: L2 norm of the row before the clip, 0-d, float64; None unless the server requests metrics.
+        num_bytes: size of the row if the client sent it alone.
+        alone: payload if the client is the only one in the node's sum, if it differs from the sum's payload.
+        kept: vector that the client keeps until its next round, once the reply leaves; None for none.
     """
 
     row: Array
@@ -115,14 +127,14 @@ class Pipeline:
     """The steps by which a client's reply is made.
 
     Attributes:
-        train: makes a row [d] of a client's records.
-        before_clip: the coordinates that all clients keep, which do not depend on data; None for all. Clip, lattice and noise are
+        train: training that makes a row [d] of a client's records.
+        before_clip: coordinates that all clients keep, which do not depend on data; None for all. Clip, lattice and noise are
             those of the kept coordinates alone.
-        clip: bounds what one client, or one record, can change, and rounds that to the lattice of the noise.
-        noise: the noise that this client adds to the clipped row, or in training to the clipped sum of every step.
-        after_noise: any function of the noised row, for example a selection of its largest entries.
-        encode: how the sum of a node's rows is sent; quantisation is here, and changes every row before the sum.
-        keep: what the client keeps until its next round, made from the row that leaves; None for nothing.
+        clip: bound on the change by one client, or by one record, with rounding to the lattice of the noise.
+        noise: noise that this client adds to the clipped row, or in training to the clipped sum of every step.
+        after_noise: function of the noised row, for example a selection of its largest entries; None for none.
+        encode: encoding of the sum of a node's rows. Quantization belongs here, and changes every row before the sum.
+        keep: function that makes the vector that the client keeps, from the row that leaves; None for none.
 
     Raises:
         ValueError: for a part in a slot where it is not allowed, naming the slot.
@@ -131,14 +143,14 @@ class Pipeline:
         >>> import torch
         >>> from flower_dp.clients.reply.parts import GaussianShare, RowClip
         >>> from flower_dp.clients.reply.sending import Lossless, TopK
-        >>> from flower_dp.clients.reply.pipeline import Job, Pipeline
+        >>> from flower_dp.clients.reply.pipeline import ClientJob, Pipeline
         >>> class Constant:
         ...     def rows(self, vector, jobs):
         ...         return ((torch.full_like(vector, 9.0), torch.tensor(0.0)) for job in jobs)
         >>> clip = RowClip(clip_norm=1.0, step=2.0**-14)
         >>> share = GaussianShare(noise_std=0.5)
         >>> pipeline = Pipeline(train=Constant(), clip=clip, noise=share, after_noise=TopK(keep_ratio=0.5), encode=Lossless())
-        >>> job = Job(name="a", records=[], seed=0, secret=lambda: torch.Generator())
+        >>> job = ClientJob(name="a", records=[], seed=0, secret=lambda: torch.Generator())
         >>> (reply,) = pipeline.replies(torch.zeros(8), [job])
         >>> int(reply.row.count_nonzero())
         4
@@ -163,7 +175,7 @@ class Pipeline:
         if type(self.clip) not in _CLIPS:
             raise ValueError(f"clip: {_kind(self.clip)} may not stand here; must be RowClip, IndicatorClip or RecordClip")
         if type(self.noise) not in _NOISES:
-            names = ", ".join(one.__name__ for one in _NOISES)
+            names = ", ".join(kind.__name__ for kind in _NOISES)
             raise ValueError(f"noise: {_kind(self.noise)} may not stand here; must be one of {names}")
         for slot, part in (("after_noise", self.after_noise), ("encode", self.encode), ("keep", self.keep)):
             if (part is not None or slot == "encode") and getattr(part, "slot", None) != slot:
@@ -183,7 +195,7 @@ class Pipeline:
             self._check_without_noise()
 
     def _check_without_noise(self) -> None:
-        """Refuse what may not see rows to which the server adds the noise later."""
+        """Refuse parts that must not see rows without noise, to which the server adds the noise later."""
         if self.after_noise is not None:
             raise ValueError(f"after_noise: {_kind(self.after_noise)} would see rows without noise; the server adds it later")
         if type(self.encode) not in (Dense, RandK):
@@ -194,11 +206,11 @@ class Pipeline:
             raise ValueError(f"keep: {_kind(self.keep)} would keep a sum of records without noise; the server adds it later")
 
     def dimension(self, length: int) -> int:
-        """Return how many coordinates of a vector [length] are clipped, noised and added up."""
+        """Return the number of coordinates of a vector [length] that are clipped, noised and added up."""
         return length if self.before_clip is None else len(self.before_clip.indices)
 
-    def replies(self, vector: Array, jobs: Sequence[Job]) -> Iterator[Reply | Refusal]:
-        """Yield every client's reply, or why there is none, in order.
+    def replies(self, vector: Array, jobs: Sequence[ClientJob]) -> Iterator[Reply | Refusal]:
+        """Yield every client's reply, or its refusal, in order.
 
         Args:
             vector: the global model [d], float32.
@@ -213,14 +225,14 @@ class Pipeline:
             yield answer
 
     def payload(self, total: Array, num_rows: int) -> Payload:
-        """Return the payload of the sum [dimension] of so many rows."""
+        """Return the payload of the sum [dimension] of `num_rows` rows."""
         width = width_of_sum(num_rows, self.clip, self.noise)
         return self.encode.encode(total if self.before_clip is None else self.before_clip.spread(total), width)
 
     def _clipped_together(
-        self, pairs: Iterator[tuple[Job, Trained]], size: int
-    ) -> Iterator[tuple[Job, Trained, _Clipped | None]]:
-        """Yield every client's row with what clipping `size` rows at once makes of it; None: it is to be clipped alone."""
+        self, pairs: Iterator[tuple[ClientJob, Trained]], size: int
+    ) -> Iterator[tuple[ClientJob, Trained, _Clipped | None]]:
+        """Yield every client's job, row and clipped row, clipping `size` rows at once; None: the row must be clipped alone."""
         if size == 1:
             yield from ((job, trained, None) for job, trained in pairs)
             return
@@ -230,7 +242,7 @@ class Pipeline:
                 measured = any(job.measured for job, _ in part)
                 clipped = iter(self._clipped(rows, size, measured=measured) if rows else [])
             except Exception as error:  # such as rows of different shapes
-                log.debug("rows can't be clipped at once: %s: %s", type(error).__name__, error)
+                log.debug("Rows can't be clipped at once: %s: %s", type(error).__name__, error)
                 yield from ((job, trained, None) for job, trained in part)
                 continue
             for job, trained in part:
@@ -239,7 +251,7 @@ class Pipeline:
     def _clipped(self, rows: Sequence[Array], size: int, *, measured: bool) -> list[_Clipped]:
         """Clip rows [d] as one matrix [size, d], of the same shape for any number of clients: no row's bits depend on it."""
         xp = array_namespace(rows[0])
-        # Norms of rows of zeros are computed a second time.
+        # Fill up with ones: the norms of rows of zeros would be computed a second time.
         matrix = xp.stack([*rows, *[xp.ones_like(rows[0])] * (size - len(rows))])
         if self.before_clip is not None:
             matrix = self.before_clip.keep(matrix)
@@ -258,7 +270,7 @@ class Pipeline:
         except NotFiniteError:
             return None, norm
 
-    def _reply(self, trained: Trained, job: Job, made: _Clipped | None = None) -> Reply | Refusal:
+    def _reply(self, trained: Trained, job: ClientJob, made: _Clipped | None = None) -> Reply | Refusal:
         if isinstance(trained, Exception):
             raise trained
         row, loss = trained
@@ -266,11 +278,12 @@ class Pipeline:
         clipped, norm = self._clipped_alone(row, measured=job.measured) if made is None else made
         if clipped is None:
             return Refusal(code=FAILED, reason=f"{TRAINING}: {NOT_FINITE}")
-        secret = cache(job.secret)  # one generator a reply: no numbers in it repeat others, not even with a fixed seed for tests
+        # One generator per reply: noise and quantization never share random numbers, not even under a fixed seed of a test.
+        secret = cache(job.secret)
         noised = self.noise.add(clipped, self.clip.step, secret)
         leaving: Array = noised if self.after_noise is None else self.after_noise(noised)
         num_bytes, alone = self.encode.row_bytes(length, bytes_a_value(leaving, self.clip, self.noise)), None
-        if job.weight != 1:  # of a row with all its noise
+        if job.weight != 1:  # under local DP: the row has all its noise, so weighting is post-processing
             xp = array_namespace(leaving)
             leaving = job.weight * xp.astype(leaving, xp.float64)
         if isinstance(self.encode, QSGD):
@@ -281,23 +294,23 @@ class Pipeline:
 
 
 def rows_together(train: Train) -> int:
-    """Return how many of a training's rows are clipped at once."""
+    """Return the number of a training's rows that are clipped at once."""
     return getattr(train, "rows_together", 1)
 
 
 def failure(name: str, error: Exception, what: str = TRAINING, *, code: Code = FAILED) -> Refusal:
-    """Log why a client fails; return what the server learns: the client's own refusal, or that something has failed.
+    """Log why a client fails; return the refusal that the server receives: the client's own, or a fixed text.
 
     Neither the text nor the class nor the traceback of another error leaves: data may have chosen them.
 
     Args:
-        name: the client.
-        error: why it fails.
-        what: has failed, in fixed words.
-        code: of the refusal.
+        name: name of the client.
+        error: cause of the failure.
+        what: text of the failure, in fixed words.
+        code: code of the refusal.
     """
     trace = "" if type(error) is Declined else new_traceback_of(error)
-    log.warning("client %s: %s: %s%s%s", name, type(error).__name__, error, place_of(error), trace)
+    log.warning("Client %s: %s: %s%s%s", name, type(error).__name__, error, place_of(error), trace)
     if type(error) is Declined:
         return error.refusal
     reason = f"{what}: {UNFIT}" if type(error) is UnfitModelError else f"{what}; {SEE_LOG}"
@@ -311,9 +324,9 @@ def _kind(part: object) -> str:
 def one_by_one(
     jobs: Sequence[_Work], row: Callable[[_Work], tuple[Array, Array]], *, reset: Callable[[], None] = lambda: None
 ) -> Iterator[Trained]:
-    """Yield what `row` makes of every client, its row and its training loss, or its error, in order.
+    """Yield every client's row and training loss, made by `row`, or its error, in order.
 
-    `reset` is called before and after each: the next client's reply must not depend on what this client's data left behind.
+    `reset` is called before and after each client: the next client's reply must not depend on leftovers of this client's data.
     """
     for job in jobs:
         made: Trained
@@ -333,5 +346,5 @@ def one_by_one(
 
 def changed(trained: Iterable[Trained], change: Callable[[Array], Array]) -> Iterator[Trained]:
     """Yield clients' rows with a change of each; errors and losses as they are."""
-    for one in trained:
-        yield one if isinstance(one, Exception) else (change(one[0]), one[1])
+    for result in trained:
+        yield result if isinstance(result, Exception) else (change(result[0]), result[1])

@@ -1,6 +1,6 @@
-"""The parts of a client's pipeline after its noise: selection, quantisation, and the encoding of a node's sum.
+"""The parts of a client's pipeline after its noise: selection, quantization, and the encoding of a node's sum.
 
-Any part of the right protocol is allowed there: it sees only noised rows, unless the server adds the noise.
+Any part with the right protocol is allowed in these slots: it sees only noised rows, unless the server adds the noise.
 """
 
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from flower_dp.core.compression import Payload
 from flower_dp.core.noise import Generator
 from flower_dp.core.vectors import Array
 
-# Values of up to this many steps are exact in float32. Noise of so many standard deviations is practically never drawn.
+# Values of up to this many lattice steps are exact in float32. Noise of so many standard deviations is practically never drawn.
 _FLOAT32_EXACT = 2.0**24
 _NEVER_DRAWN = 9.0
 
@@ -29,12 +29,12 @@ class Selection(Protocol):
 
 
 class Encoder(Protocol):
-    """The encoding of a node's sum, and the size of what each of its clients would have sent alone."""
+    """The encoding of a node's sum, and the size of each client's row had it been sent alone."""
 
     slot: ClassVar[Literal["encode"]]
 
     def encode(self, total: Array, width: int | None) -> Payload:
-        """Return the payload of the sum [d], in `width` bytes a value where that must not follow from the values."""
+        """Return the payload of the sum [d], in `width` bytes a value if its size must not follow from the values."""
 
     def row_bytes(self, length: int, width: int) -> int:
         """Return the bytes of one client's row [length], `width` bytes a value.
@@ -48,7 +48,7 @@ class TopK:
     """Keep the coordinates of largest magnitude, after the noise.
 
     Attributes:
-        keep_ratio: part of the coordinates that is kept.
+        keep_ratio: fraction of the coordinates that is kept, in (0, 1].
 
     Example:
         >>> import numpy as np
@@ -74,7 +74,7 @@ class Lossless:
     """Send the sum without loss: by its nonzero coordinates if that is smaller, else dense.
 
     Attributes:
-        keep_ratio: the part of every row's coordinates that a selection before it has kept.
+        keep_ratio: fraction of every row's coordinates that an earlier selection has kept.
     """
 
     slot: ClassVar[Literal["encode"]] = "encode"
@@ -92,9 +92,9 @@ class Lossless:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dense:
-    """Send all coordinates of the sum, zeros as well: for rows without noise, whose number of zeros is private.
+    """Send all coordinates of the sum, zeros as well, for rows without noise.
 
-    A network, or a round's public number of bytes, would tell it.
+    Their number of zeros is private. The network, or a round's public number of bytes, would reveal it.
     """
 
     slot: ClassVar[Literal["encode"]] = "encode"
@@ -110,7 +110,7 @@ class Dense:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SinglePrecision:
-    """Send the sum of rows that are private on their own, rounded to float32."""
+    """Send the sum of rows that have their full noise (local DP), rounded to float32."""
 
     slot: ClassVar[Literal["encode"]] = "encode"
 
@@ -125,9 +125,9 @@ class SinglePrecision:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QSGD:
-    """Quantise every row at random to a few levels, before rows are added up; send a single row packed.
+    """Quantize every row at random to a few levels, before rows are added up; send a single row packed.
 
-    A row is already private here, and so is everything that is computed from it: its norm, which is sent, and the size of the
+    A row already has its noise here, and so has everything that is computed from it: its norm, which is sent, and the size of the
     payload. The sum of several rows has no levels; it is sent as float32.
 
     Attributes:
@@ -151,11 +151,11 @@ class QSGD:
         compression.check_levels(self.levels)
 
     def quantize(self, row: Array, rng: Generator) -> tuple[Array, Payload]:
-        """Return the quantised row [d], float32, and the payload of it alone.
+        """Return the quantized row [d], float32, and the payload of it alone.
 
         Args:
-            row: with its noise.
-            rng: secret, the generator of the reply.
+            row: noised row [d].
+            rng: secret generator of the reply.
 
         Raises:
             ValueError: if the row has a NaN or infinite entry, or a norm beyond float32.
@@ -165,11 +165,11 @@ class QSGD:
         return quantized if is_numpy_array(row) else array_namespace(row).asarray(quantized, device=device(row)), payload
 
     def encode(self, total: Array, width: int | None) -> Payload:
-        """Return the payload of a sum of quantised rows."""
+        """Return the payload of a sum of quantized rows."""
         return compression.smallest(array_namespace(total).astype(total, array_namespace(total).float32))
 
     def row_bytes(self, length: int, width: int) -> int:
-        """Return the largest number of bytes of a quantised row."""
+        """Return the maximum number of bytes of a quantized row."""
         return compression.qsgd_bytes(length, self.levels)
 
 
@@ -196,8 +196,7 @@ class RandK:
 def bytes_a_value(row: Array, clip: Clip, added: Noise) -> int:
     """Return the bytes per value of a row that is sent alone: 4 if float32 holds all of its values, else 8.
 
-    Mostly public numbers decide this; if it depends on the noise whether float32 is enough, the noised row decides. Of a row
-    without noise only they do.
+    Public numbers decide it for a row without noise, and for most noised rows. Otherwise the noised row decides.
     """
     if (width := width_of_sum(1, clip, added)) is not None:
         return width
@@ -213,10 +212,10 @@ def bytes_a_value(row: Array, clip: Clip, added: Noise) -> int:
 def width_of_sum(num_rows: int, clip: Clip, added: Noise) -> int | None:
     """Return the bytes per value of a sum of rows to which the server adds the noise, by public numbers; None for other sums.
 
-    Whether float32 holds a sum exactly would tell something of rows without noise, and the number of bytes of a round is public.
+    The number of bytes of a round is public, and a width by the sum's values would reveal something of rows without noise.
     """
     if type(added) is not ServerNoise or not clip.step:
         return None
-    if isinstance(clip, RecordClip):  # how many records are in a row is not public
+    if isinstance(clip, RecordClip):  # the number of records in a row, which bounds its values, is not public
         return 8
     return 4 if num_rows * clip.clip_norm <= _FLOAT32_EXACT * clip.step else 8

@@ -1,4 +1,4 @@
-"""What a model holds besides trained values: plain attributes of its layers, and frozen tensors with their hash."""
+"""Contents of a model besides trained values: plain attributes of its layers, and frozen tensors with their hash."""
 
 import hashlib
 from collections import OrderedDict, defaultdict, deque
@@ -20,8 +20,8 @@ class Attributes:
     """The attributes of all layers of a model, as they were when this was made.
 
     Tensors and arrays are copied, and so are lists, tables and sets of them; parameters and all other objects are kept as they
-    are. So a count, a list of past inputs or a tensor that is no buffer can be restored, but not what an object of another class
-    holds: `flower_dp.clients.training.joins` finds out whether anything is left.
+    are. So a count, a list of past inputs or a tensor outside the buffers can be restored, but not the contents of an object of
+    another class: `flower_dp.clients.training.record_isolation` finds out whether anything is left.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -46,9 +46,9 @@ class Attributes:
 
 @contextmanager
 def evaluating(module: nn.Module) -> Iterator[None]:
-    """Put a model into evaluation mode; afterwards each of its layers is in the mode in which it was.
+    """Put a model into evaluation mode; afterwards restore the mode of each layer.
 
-    One call of `module.train()` would also put layers that somebody keeps in evaluation mode, such as a frozen part with dropout,
+    One call of `module.train()` would also put layers that the user keeps in evaluation mode, such as a frozen part with dropout,
     into training mode.
     """
     modes = [(layer, layer.training) for layer in module.modules()]
@@ -69,18 +69,18 @@ def _copy(value: Any) -> Any:
     if isinstance(value, np.ndarray):
         return value.copy()
     if type(value) in _CONTAINERS:
-        copied = [_copy(one) for one in value]
+        copied = [_copy(item) for item in value]
         return deque(copied, value.maxlen) if isinstance(value, deque) else type(value)(copied)
     if type(value) in _TABLES:
-        table = {name: _copy(one) for name, one in value.items()}
+        table = {name: _copy(item) for name, item in value.items()}
         return defaultdict(value.default_factory, table) if isinstance(value, defaultdict) else type(value)(table)
     return value
 
 
 def fingerprint(tensors: Sequence[Tensor]) -> Tensor:
-    """Return the sums of tensors' bits, in words of 8 bytes: they show changes that torch does not count, as those of `.data`.
+    """Return the sums of tensors' bits, in words of 8 bytes, which show changes that torch does not count, as those of `.data`.
 
-    They are on the tensors' device, so that two fingerprints are compared with one read.
+    The sums are on the tensors' device, so that one read compares two fingerprints.
     """
     sums = []
     for tensor in tensors:
@@ -94,16 +94,16 @@ def fingerprint(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def base_hash(module: nn.Module) -> str:
-    """Return the SHA-256 of what a module does not train: names, shapes and values of frozen parameters and of buffers.
+    """Return the SHA-256 of a module's frozen base: names, shapes and values of frozen parameters and of buffers.
 
-    It is the same on every device and in every precision that holds the values: floats count as float32. Only what is in the
-    state_dict counts.
+    The hash is the same on every device and in every precision that holds the values: floats count as float32. Only tensors in
+    the state_dict count.
 
     Args:
-        module: on any device.
+        module: model on any device.
 
     Returns:
-        64 hexadecimal digits; "" where no parameter is frozen.
+        64 hexadecimal digits; "" if no parameter is frozen.
 
     Example:
         >>> import torch

@@ -1,4 +1,4 @@
-"""Batches: inputs and targets of records, one row a record, and what is done to every tensor of them."""
+"""Batches: inputs and targets of records, one row per record, and operations on all their tensors."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
@@ -33,7 +33,7 @@ def num_rows(inputs: Inputs) -> int:
     """Return the number of records.
 
     Raises:
-        ValueError: if the tensors have different numbers of rows, or there is none.
+        ValueError: if the tensors have different numbers of rows, or there is no tensor.
     """
     counts = {len(inputs)} if isinstance(inputs, Tensor) else {len(value) for value in inputs.values()}
     if len(counts) != 1:
@@ -42,7 +42,7 @@ def num_rows(inputs: Inputs) -> int:
 
 
 def split(inputs: Inputs, size: int | list[int]) -> Iterator[Inputs]:
-    """Yield parts of `size` records, the last of which may be smaller, or of these sizes."""
+    """Yield parts of `size` records, of which the last may be smaller; or parts of the sizes in a list."""
     if isinstance(inputs, Tensor):
         yield from torch.split(inputs, size)
     else:
@@ -51,18 +51,18 @@ def split(inputs: Inputs, size: int | list[int]) -> Iterator[Inputs]:
 
 
 def repeated(inputs: Inputs, targets: Tensor, count: int) -> Batch:
-    """Return a batch of so many copies of one record [1, ...]."""
+    """Return a batch of `count` copies of one record [1, ...]."""
     return mapped(lambda tensor: tensor.expand(count, *tensor.shape[1:]).clone(), inputs, targets)
 
 
 def kind_of(inputs: Inputs, targets: Tensor) -> object:
-    """Return what batches must have in common to be computed alike and to stand in one tensor, as a key; no values."""
+    """Return names, shapes and types of a batch as a key, without values: batches of one key are computed alike."""
 
-    def told(tensor: Tensor) -> object:
+    def key_of(tensor: Tensor) -> object:
         return tensor.shape, tensor.dtype, tensor.layout, tensor.device
 
     named = {None: inputs} if isinstance(inputs, Tensor) else inputs
-    return frozenset((name, told(one)) for name, one in named.items()), told(targets)
+    return frozenset((name, key_of(tensor)) for name, tensor in named.items()), key_of(targets)
 
 
 def stacked(parts: Sequence[Inputs]) -> Inputs:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from flower_dp.clients.training.devices import is_accelerator
-from flower_dp.clients.training.draws import OwnDraws
+from flower_dp.clients.training.training_rng import IsolatedRng
 
 # Inputs and targets of a batch -> the gradient of its loss, in the shapes of the parameters.
 Gradients = Callable[[Tensor, Tensor], list[Tensor]]
@@ -17,10 +17,10 @@ _TOLERANCE = 1e-3
 
 
 class Convolutions:
-    """The 2-d convolutions of a model, and for which kinds of records another layout changes no more than last bits.
+    """The 2-d convolutions of a model, and the kinds of records for which another layout changes no more than last bits.
 
     A model may fail in the other layout (`outputs.view(n, -1)`), and dropout draws in the order of memory. So both layouts are
-    tried on made-up records: the model, the loss, and shapes and types of records decide, and no value of a record.
+    tried on synthetic records: the model, the loss, and shapes and types of records decide, and no value of a record.
     """
 
     def __init__(self, module: nn.Module, device: torch.device) -> None:
@@ -29,13 +29,13 @@ class Convolutions:
         self._device, self._known = device, dict[object, bool]()
 
     def kind_of(self, inputs: Any, targets: Tensor) -> object:
-        """Return shapes and types of the records in a batch, as a key; None where no layout is to be chosen."""
+        """Return shapes and types of the records in a batch, as a key; None if there is no layout to choose."""
         if not self._layers or not isinstance(inputs, Tensor):
             return None
         return inputs.shape[1:], inputs.dtype, targets.shape[1:], targets.dtype
 
     def suit(self, inputs: Any, targets: Tensor, gradients: Gradients, *, key: object) -> bool:
-        """Return whether channels last give the same gradients of records like these, for a key of `gradients`."""
+        """Return whether channels last gives the same gradients for records of this kind, cached by a key of `gradients`."""
         kind = self.kind_of(inputs, targets)
         if kind is not None and (key, kind) not in self._known:
             self._known[key, kind] = self._tried(inputs, targets, gradients)
@@ -43,7 +43,7 @@ class Convolutions:
 
     @contextmanager
     def channels_last(self) -> Iterator[None]:
-        """Give the context in which the convolutions take their inputs, and so make their outputs, with channels last."""
+        """Enter the context in which the convolutions take their inputs, and so make their outputs, with channels last."""
         handles = [layer.register_forward_pre_hook(_turned) for layer in self._layers]
         try:
             yield
@@ -53,7 +53,7 @@ class Convolutions:
 
     def _tried(self, inputs: Tensor, targets: Tensor, gradients: Gradients) -> bool:
         made_up = torch.rand(2, *inputs.shape[1:], generator=torch.Generator().manual_seed(0)).to(inputs.dtype)
-        labels, draws = targets.new_zeros(2, *targets.shape[1:]), OwnDraws.of_data_sets(self._device)
+        labels, draws = targets.new_zeros(2, *targets.shape[1:]), IsolatedRng.of_data_sets(self._device)
         try:
             with draws:
                 draws.restart(0)
@@ -64,7 +64,7 @@ class Convolutions:
         except Exception:
             return False
         norms = (torch._foreach_norm(rows) for rows in (torch._foreach_sub(usual, turned), usual))
-        distance, length = (float(torch.stack(one).norm()) for one in norms)
+        distance, length = (float(torch.stack(rows).norm()) for rows in norms)
         return distance <= _TOLERANCE * length
 
 

@@ -1,12 +1,12 @@
 """Local steps on clipped gradients of single records, without replacement: the sum from which an update is computed.
 
 Linear models with one score per record and a convex loss have float64 gradients with non-expansive steps. The clipped gradient of
-such a loss is the derivative of another convex loss of the score, as smooth as the first (Song et al. 2021): a step of size
-eta <= 2 / smoothness is non-expansive, for any mixture of records. For three classes or more it is not: clipping a softmax
+such a loss is the derivative of another convex loss of the score, as smooth as the first (Song et al. 2021). So a step of size
+eta <= 2 / smoothness is non-expansive, for any mixture of records. With three classes or more it is not: clipping a softmax
 gradient to a norm can change its direction so that a step increases the distance between two models.
 
-A server chooses where steps begin, and with SCAFFOLD a vector that is added to all of them. Where weights are so long that
-rounding could undo the proof, a client does not reply (`why_not`; the bound is `FedPAQSteps.longest_weights`).
+The server chooses the weights before the first step, and with SCAFFOLD a vector that is added to all steps. If weights are so
+long that rounding could undo the proof, a client does not reply (`refusal_reason`; the bound is `FedPAQSteps.longest_weights`).
 """
 
 from collections.abc import Iterator, Sequence
@@ -16,16 +16,16 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from flower_dp.clients.reasons import UnfitModelError
+from flower_dp.clients.refusal_messages import UnfitModelError
 from flower_dp.clients.reply.parts import RecordClip
-from flower_dp.clients.reply.pipeline import Job, Trained, one_by_one
+from flower_dp.clients.reply.pipeline import ClientJob, Trained, one_by_one
 from flower_dp.clients.training.batches import Inputs
-from flower_dp.clients.training.draws import draws_seed
+from flower_dp.clients.training.isolated_records import map_isolated
 from flower_dp.clients.training.losses import Loss
-from flower_dp.clients.training.reading import apart
 from flower_dp.clients.training.recipe import FlatModel
 from flower_dp.clients.training.record_clipping import clipped_sum
 from flower_dp.clients.training.records import Records
+from flower_dp.clients.training.training_rng import draws_seed
 from flower_dp.core import checks
 from flower_dp.privacy.dp_fedpaq import FedPAQSteps, block_of
 
@@ -37,9 +37,10 @@ _LOSSES: dict[Loss, tuple[float, int]] = {
     nn.functional.cross_entropy: (0.25, 2),
 }
 
-# Shorter features have the slope's bound of these, which keeps the bound finite; their gradients are shorter than the clip norm.
+# Features of a smaller norm get the slope's bound of this norm, which keeps the bound finite. Their gradients are shorter than
+# the clip norm.
 _SHORTEST = 2.0**-500
-# The norm of a whole way is computed with rounding as well.
+# The bound on the length of all steps is itself computed with rounding.
 _ROUGHLY = 1 + 2.0**-10
 
 
@@ -50,8 +51,8 @@ class ClippedSteps:
     The E b records are drawn without replacement with the secret generator of the noise, anew for every reply.
 
     Attributes:
-        step_size: eta of this round.
-        drift: [d], added to every step's mean gradient; computed from noised messages, so public; None for none.
+        step_size: step size eta of this round.
+        drift: vector [d] that is added to every step's mean gradient; computed from noised messages, so public; None for none.
     """
 
     model: FlatModel
@@ -61,16 +62,16 @@ class ClippedSteps:
     loss: Loss
     drift: Tensor | None = None
 
-    def rows(self, vector: Tensor, jobs: Sequence[Job]) -> Iterator[Trained]:
+    def rows(self, vector: Tensor, jobs: Sequence[ClientJob]) -> Iterator[Trained]:
         """Yield every client's sum [d], float64, and the mean loss of the records that count, or its error."""
         convex = ConvexModel.of(self.model, self.loss, self.steps) if self.steps.sensitivity == "convex-glm" else None
         return one_by_one(jobs, partial(self._row, vector, convex), reset=self.model.reset)
 
-    def _row(self, vector: Tensor, convex: "ConvexModel | None", job: Job) -> tuple[Tensor, Tensor]:
+    def _row(self, vector: Tensor, convex: "ConvexModel | None", job: ClientJob) -> tuple[Tensor, Tensor]:
         rng, steps = job.secret(), self.steps
         chosen = torch.from_numpy(rng.permutation(len(job.records))[: steps.num_records])
         here = vector.to(torch.float64)
-        if convex is not None and (reason := convex.why_not(vector, steps, step_size=self.step_size, drift=self.drift)):
+        if convex is not None and (reason := convex.refusal_reason(vector, steps, step_size=self.step_size, drift=self.drift)):
             raise UnfitModelError(reason)
         total, losses = torch.zeros_like(here), []
         for batch in torch.split(chosen, steps.batch_size):
@@ -92,8 +93,8 @@ class ConvexModel:
     """A linear model with one score: w x + b, or the difference of two outputs.
 
     Attributes:
-        model: the model.
-        linear: its one layer.
+        model: model of the client.
+        linear: the model's one layer.
         loss: binary cross-entropy on one logit, cross-entropy on two, or the squared error of one output.
         clip_norm: L2 bound on one record's gradient.
         largest_input: L2 bound of a record's features, for which the loss has the given smoothness; longer ones are scaled down.
@@ -107,7 +108,7 @@ class ConvexModel:
 
     @property
     def columns(self) -> int:
-        """Features, and one more for a bias."""
+        """The number of features, and one more for a bias."""
         return self.linear.in_features + (self.linear.bias is not None)
 
     @classmethod
@@ -117,7 +118,7 @@ class ConvexModel:
         Raises:
             ValueError: if `convex-glm` is not proved for the model, the loss or the smoothness.
         """
-        needs = "sensitivity='convex-glm' needs"
+        needs = "must have, for sensitivity='convex-glm',"
         layers = [layer for layer in model.module.modules() if type(layer) not in _WIRING]
         trained = sum(parameter.numel() for layer in layers[:1] for parameter in layer.parameters() if parameter.requires_grad)
         if len(layers) != 1 or type(layers[0]) is not nn.Linear or model.layout.size != trained:
@@ -126,7 +127,7 @@ class ConvexModel:
         linear = layers[0]
         if loss not in _LOSSES:
             names = ", ".join(known.__name__ for known in _LOSSES)
-            raise ValueError(f"loss: {needs} one of torch.nn.functional's {names}")
+            raise ValueError(f"loss: must be, for sensitivity='convex-glm', one of torch.nn.functional's {names}")
         curvature, outputs = _LOSSES[loss]
         if linear.out_features != outputs:
             has = f"has {linear.out_features}; for more classes use 'per-step' or 'clip-update'"
@@ -137,16 +138,16 @@ class ConvexModel:
             raise checks.bad("smoothness", steps.smoothness, f"above {curvature * outputs:g}: the bias alone is less smooth")
         return cls(model=model, linear=linear, loss=loss, clip_norm=steps.clip_norm, largest_input=square**0.5)
 
-    def why_not(self, vector: Tensor, steps: FedPAQSteps, *, step_size: float, drift: Tensor | None) -> str | None:
+    def refusal_reason(self, vector: Tensor, steps: FedPAQSteps, *, step_size: float, drift: Tensor | None) -> str | None:
         """Return why the sensitivity is not proved for the server's model [d] and its drift [d]; None if it is.
 
-        It is a function of public numbers, so the server may see it.
+        The text is a function of public numbers, so the server may see it.
         """
         limit = steps.longest_weights(step_size, columns=self.columns)
         ends = "rounding ends the proof of sensitivity='convex-glm'; use 'per-step' or 'clip-update'"
         if not limit > 0:
             return f"step size {step_size:g}: {ends}, or larger steps"
-        norms = [float(torch.linalg.vector_norm(one, dtype=torch.float64)) for one in (vector, drift) if one is not None]
+        norms = [float(torch.linalg.vector_norm(given, dtype=torch.float64)) for given in (vector, drift) if given is not None]
         longest = norms[0] + _ROUGHLY * steps.num_local_steps * step_size * (steps.clip_norm + sum(norms[1:]))
         if longest <= limit:
             return None
@@ -155,8 +156,9 @@ class ConvexModel:
     def clipped_sum(self, weights: Tensor, records: Records, positions: Tensor, *, seed: int) -> tuple[Tensor, Tensor]:
         """Return the float64 sum [d] of the records' clipped gradients at some weights [d], and their mean loss.
 
-        A record counts as zero if it can't be read, does not fit the model, is no class, or has a feature or target that is not
-        finite. That depends on the record alone: a gradient that was zero at some weights only would be that of no convex loss.
+        A record counts as zero if it can't be read, does not fit the model, is not of a class, or has a feature or target that is
+        not finite. That depends on the record alone, never on the weights: no convex loss has a gradient that is set to zero at
+        some weights only.
         """
         parts = self._read(records, positions, draws_seed(seed), weights.device)
         if not parts:
@@ -167,7 +169,7 @@ class ConvexModel:
             inputs = torch.cat([inputs, torch.ones_like(inputs[:, :1])], dim=1)
         slopes, losses = self._slopes(self._matrix(weights), inputs, targets)
         finite = targets.isfinite() & inputs.isfinite().all(dim=1)
-        # A bound of the slope itself: in floats as well, a larger slope never becomes a smaller one.
+        # Clip the slope itself: then, in floats as well, a larger slope never becomes a smaller one.
         lengths = torch.linalg.vector_norm(inputs, dim=1) * self.linear.out_features**0.5
         largest = self.clip_norm / lengths.clamp(min=_SHORTEST)
         slopes = torch.minimum(torch.maximum(slopes, -largest), largest)
@@ -188,11 +190,11 @@ class ConvexModel:
     def _read(self, records: Records, positions: Tensor, seed: int, device: torch.device) -> list[tuple[Tensor, Tensor]]:
         """Return features [n, f] and targets [n] of the records that can be read and fit the model, in float64."""
         size = max(1, len(positions))
-        read = apart(records, positions, self.fitting, size=size, device=device, seed=seed, problems=set())
+        read = map_isolated(records, positions, self.fitting, size=size, device=device, seed=seed, problems=set())
         return [(features[places], labels[places]) for _, places, (features, labels) in read]
 
     def fitting(self, inputs: Inputs, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Return features [n, f] and labels [n] in float64; NaN for a class that there is not.
+        """Return features [n, f] and labels [n] in float64; NaN for an unknown class.
 
         Raises:
             Exception: if inputs or targets do not fit the model.

@@ -6,7 +6,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-# Model outputs, targets -> the mean loss of a batch; where records count one by one, of a batch of one record.
+# Model outputs, targets -> the mean loss of a batch; under per-record clipping, of a batch of one record.
 Loss = Callable[[Tensor, Tensor], Tensor]
 
 # The class that torch's cross-entropy leaves out.
@@ -21,8 +21,8 @@ def checked(loss: Loss) -> Loss:
 def cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
     """Return the mean cross-entropy over the targets that are classes; without any, 0 with a gradient of zero.
 
-    A target outside [0, classes) is left out of the mean, as torch leaves out its ignore index. Torch raises for it on a CPU; on
-    a GPU it would make the GPU unusable for the process. If all targets are classes, value and gradient are torch's, to the bit.
+    A target outside [0, classes) is left out of the mean, as torch leaves out its ignore index. Torch would raise an error for it
+    on a CPU, and make a GPU unusable for the process. If all targets are classes, value and gradient are torch's, to the bit.
     Targets that are probabilities go to torch unchecked.
 
     Args:
@@ -41,7 +41,7 @@ def cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
 def record_cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
     """Return the cross-entropy of one record; NaN with a gradient of zero if any target is neither a class nor ignored.
 
-    Otherwise it is torch's, up to the last bits. Vectorised over records, torch's own imports SymPy, which takes 0.4 s.
+    Otherwise it equals torch's, up to the last bits. Vectorized over records, torch's own imports SymPy, which takes 0.4 s.
     """
     known = _known(outputs, targets)
     if known is None or outputs.ndim < 2 or targets.shape != outputs[:, 0].shape:
@@ -56,11 +56,11 @@ def record_cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
 def hinge(outputs: Tensor, targets: Tensor) -> Tensor:
     """Return the mean hinge loss max(0, 1 - y f) of a linear SVM; at 1 = y f its gradient is zero.
 
-    A target that is neither -1 nor +1 counts as a loss of 0 with a gradient of zero. The loss has no L2 term: that is
-    `weight_decay` of `Training`, which does not depend on records and so needs neither clip nor noise.
+    A target that is neither -1 nor +1 counts as a loss of 0 with a gradient of zero. The loss has no L2 term: use `weight_decay`
+    of `Training`, which does not depend on records and so needs neither clip nor noise.
 
     Args:
-        outputs: f, one number a record [batch, 1].
+        outputs: f, one number per record [batch, 1].
         targets: y [batch], of any dtype.
     """
     known = (targets == 1) | (targets == -1)
@@ -69,15 +69,15 @@ def hinge(outputs: Tensor, targets: Tensor) -> Tensor:
 
 
 def class_losses(outputs: Tensor, classes: Tensor) -> Tensor:
-    """Return the cross-entropy of every target [batch, ...], each of which must be a class."""
+    """Return the cross-entropy of every target [batch, ...]; each must be a class."""
     return -nn.functional.log_softmax(outputs, dim=1).gather(1, classes.unsqueeze(1)).squeeze(1)
 
 
 def known_classes(targets: Tensor, num_classes: int) -> Tensor:
-    """Return which targets are classes."""
+    """Return a mask of the targets that are classes."""
     return (targets >= 0) & (targets < num_classes)
 
 
 def _known(outputs: Tensor, targets: Tensor) -> Tensor | None:
-    """Return which targets are classes; None for targets that are no class indices."""
+    """Return a mask of the targets that are classes; None if the targets are not class indices."""
     return known_classes(targets, outputs.shape[1 if outputs.ndim > 1 else 0]) if targets.dtype == torch.int64 else None

@@ -1,9 +1,8 @@
-"""Per-record gradients: one row per record, from the faster of two engines that supports the model.
+"""Per-record gradients: one row per record, by the faster of two engines that supports the model.
 
-`torch.func` differentiates the model for one record and vectorises that (`vmap`): records can't mix, whatever the model's own
+`torch.func` differentiates the model for one record and vectorizes that (`vmap`): records can't mix, whatever the model's own
 forward does with a batch. Opacus' expanded weights run the whole batch through the model once. They are faster for convolutions
-on a processor, and serve only stacks of layers that are known to keep records apart. `docs/accounting.md` has the
-figures.
+on a CPU, and serve only stacks of layers that are known to keep records apart. `docs/accounting.md` has the figures.
 """
 
 import importlib
@@ -28,10 +27,11 @@ _NAMES = (
     "AvgPool2d AdaptiveAvgPool1d AdaptiveAvgPool2d"
 )
 _APART = frozenset(getattr(nn, name) for name in _NAMES.split())
-# Layers whose per-record gradients by expanded weights are right; those of an Embedding with some options are not, see below, and
-# Conv3d fails with dilation.
+# Layers whose per-record gradients by expanded weights are right. Those of an Embedding with some options are wrong (see
+# `_keeps_apart`), and Conv3d fails with dilation.
 _EXPANDED = frozenset({nn.Linear, nn.Conv1d, nn.Conv2d, nn.GroupNorm, nn.LayerNorm, nn.Embedding})
-# What expanded weights are faster for. For linear layers alone both engines take the same time, and opacus takes time to import.
+# Layers for which expanded weights are faster. For linear layers alone both engines take the same time, and opacus takes time to
+# import.
 _FASTER = (nn.Conv1d, nn.Conv2d)
 # torch's compiler, whose import takes most of a second in every process of a device.
 _COMPILER = "torch._dynamo"
@@ -48,11 +48,11 @@ def record_gradients(
     and a loss of NaN: torch's own cross-entropy would make a GPU unusable for the process.
 
     Args:
-        model: at its weights; trainable arrays stand in a row in the order of its layout.
-        inputs: one row a record, n of them; a tensor, or tensors by the names of the model's arguments.
-        targets: one row a record.
+        model: model at its weights; its layout fixes the order of the arrays in a row.
+        inputs: one row per record, n of them; a tensor, or tensors by the names of the model's arguments.
+        targets: one row per record.
         loss: model outputs, targets -> loss, for batches of one record.
-        engine: one of `ENGINES`; None: what `engine_of` says.
+        engine: one of `ENGINES`; None: the choice of `engine_of`.
 
     Raises:
         ValueError: for an unknown engine.
@@ -61,8 +61,8 @@ def record_gradients(
     gradients = ENGINES[checks.one_of("engine", name, tuple(ENGINES))]
     checked = record_cross_entropy if loss is nn.functional.cross_entropy else loss
     made, losses = gradients(model, inputs, targets, checked)
-    # With a dimension more, a parameter without dimensions has its column as well.
-    return torch.cat([one[:, None].flatten(start_dim=1) for one in made], dim=1).detach(), losses.detach()
+    # The added dimension gives a parameter without dimensions its column as well.
+    return torch.cat([part[:, None].flatten(start_dim=1) for part in made], dim=1).detach(), losses.detach()
 
 
 def engine_of(model: FlatModel) -> str:
@@ -72,13 +72,13 @@ def engine_of(model: FlatModel) -> str:
 
 
 def keeps_records_apart(module: nn.Module) -> bool:
-    """Whether a model is a plain stack of layers that keep the records of a batch apart and that expanded weights differentiate.
+    """Return whether a model is a plain stack of layers that keep records apart and that expanded weights differentiate.
 
     Layers count by their exact type and options: a subclass, a hook or a forward of its own may mix records. Dropout does not
     count: it would draw by a record's place in the batch.
     """
     layers = [layer for _, layer in module.named_modules(remove_duplicate=False)]
-    # A layer that is used twice is left with wrong parameters.
+    # Expanded weights would leave a layer that is used twice with wrong parameters.
     return len({id(layer) for layer in layers}) == len(layers) and all(map(_keeps_apart, layers))
 
 
@@ -95,7 +95,7 @@ def _keeps_apart(layer: nn.Module) -> bool:
 
 
 def _by_vmap(model: FlatModel, inputs: Inputs, targets: Tensor, loss: Loss) -> tuple[Sequence[Tensor], Tensor]:
-    """Differentiate the model for one record, vectorised over records (`torch.func`)."""
+    """Differentiate the model for one record, vectorized over records (`torch.func`)."""
     weights = [parameter.detach() for parameter in model.parameters]
     places = _places(model)
 
@@ -106,14 +106,14 @@ def _by_vmap(model: FlatModel, inputs: Inputs, targets: Tensor, loss: Loss) -> t
         outputs = torch.func.functional_call(model.module, placed, () if arguments else (batch,), arguments, tie_weights=False)
         return loss(outputs, target.unsqueeze(0))
 
-    vectorised = torch.func.vmap(torch.func.grad_and_value(one), in_dims=(None, 0, 0), randomness="same")
+    vectorized = torch.func.vmap(torch.func.grad_and_value(one), in_dims=(None, 0, 0), randomness="same")
     with without_compiler():
-        gradients, values = vectorised(weights, inputs, targets)
+        gradients, values = vectorized(weights, inputs, targets)
     return gradients, values
 
 
 def _places(model: FlatModel) -> dict[str, int]:
-    """Return where trainable parameters stand in the model, once for every layer, and the index of each.
+    """Return the index of every trainable parameter by its name, under every name of a layer that is used twice.
 
     `functional_call` by itself leaves a layer that is used twice with the arrays of the call.
     """
@@ -138,8 +138,8 @@ def _by_expanded_weights(model: FlatModel, inputs: Inputs, targets: Tensor, loss
             ends = outputs.detach().requires_grad_()
             values = torch.func.vmap(loss, randomness="same")(ends.unsqueeze(1), targets.unsqueeze(1))
         outputs.backward(*torch.autograd.grad(values.sum(), ends))
-        found = [(parameter, vars(parameter).get("grad_sample")) for parameter in model.parameters]
-        gradients = [one.new_zeros(len(targets), *one.shape) if made is None else made for one, made in found]
+        pairs = [(parameter, vars(parameter).get("grad_sample")) for parameter in model.parameters]
+        gradients = [value.new_zeros(len(targets), *value.shape) if made is None else made for value, made in pairs]
     finally:
         wrapped.to_standard_module()  # takes the per-record gradients off the parameters
     return gradients, values
@@ -147,11 +147,10 @@ def _by_expanded_weights(model: FlatModel, inputs: Inputs, targets: Tensor, loss
 
 @contextmanager
 def without_compiler() -> Iterator[None]:
-    """Let `torch.func` differentiate within this context, and not import the compiler for it.
+    """Let `torch.func` differentiate within this context without importing torch's compiler.
 
-    It asks the compiler to leave compiled autograd off, which nobody can have turned on where the compiler was never imported.
-    All else that is asked of the compiler imports it. What is replaced here is private to torch: a version that does not ask is
-    not affected.
+    `torch.func` calls the compiler only to turn off compiled autograd, which can't be on if the compiler was never imported. Any
+    other use of the compiler imports it. The replaced attribute is private to torch: a version without the call is not affected.
     """
     if _COMPILER in sys.modules:
         yield
@@ -166,7 +165,7 @@ def without_compiler() -> Iterator[None]:
 
 
 class _Absent:
-    """A module of the compiler, imported when it is asked for more than is known of it."""
+    """A stand-in for a module of the compiler, which imports the module if an unknown attribute is read."""
 
     def __init__(self, module: str, **known: Any) -> None:
         self.__dict__.update(known)

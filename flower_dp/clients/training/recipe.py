@@ -13,14 +13,14 @@ from flwr.app import Array as FlowerArray
 from flwr.app import ArrayRecord
 from torch import Tensor, nn
 
-from flower_dp.clients import reasons
+from flower_dp.clients import refusal_messages
 from flower_dp.clients.training.attributes import Attributes, base_hash, fingerprint
 from flower_dp.clients.training.batches import Inputs, split
 from flower_dp.clients.training.channels_last import Convolutions
-from flower_dp.clients.training.draws import OwnDraws, draws_seed
 from flower_dp.clients.training.losses import Loss, checked
 from flower_dp.clients.training.records import Records
 from flower_dp.clients.training.regularizers import LUS, Regularizer
+from flower_dp.clients.training.training_rng import IsolatedRng, draws_seed
 from flower_dp.core import checks
 from flower_dp.core.vectors import Layout
 
@@ -38,11 +38,11 @@ OPTIMIZERS = ("sgd", "adam")
 class FlatModel:
     """A model whose trainable parameters are views into one float32 vector.
 
-    Setting, reading and averaging the whole model are then one operation each.
+    Setting, reading and averaging the whole model are then one operation each. Frozen parameters become float32.
 
     Raises:
-        ValueError: for layers with batch statistics, naming the layer and the replacement, for a model that opacus wraps, and for
-            trainable parameters of float16 or bfloat16, naming one; frozen ones become float32.
+        ValueError: for layers with batch statistics, naming the layer and the replacement; for a model that opacus wraps; or for
+            trainable parameters of float16 or bfloat16, naming one.
 
     Example:
         >>> import torch
@@ -58,7 +58,7 @@ class FlatModel:
         _refuse_batch_statistics(module)
         # Data that the batched engine caches for this model.
         self.programs: dict[Any, Any] = {}
-        # Of `findings_of`, where no other model is known to be alike.
+        # The cache of `findings_of`, if no other model is known to be alike.
         self.findings: Any = None
         # Complex buffers, such as the tables of rotary embeddings, stay complex.
         self.module = module.float().to(device or torch.device("cpu"))
@@ -82,58 +82,58 @@ class FlatModel:
 
     @cached_property
     def base(self) -> str:
-        """The SHA-256 of what is not trained; "" where no parameter is frozen (`base_hash`)."""
+        """The SHA-256 of the frozen base; "" if no parameter is frozen (`base_hash`)."""
         return base_hash(self.module)
 
     def reset(self) -> None:
-        """Restore all that training may have stored information on one client's data in, before another client's data are used.
+        """Restore everything in which training may have stored one client's data, before another client's data are used.
 
         Raises:
-            ChangedBaseError: if a frozen parameter was changed, of which there is no copy.
+            ChangedBaseError: if a frozen parameter was changed: there is no copy to restore.
         """
         self.reset_buffers()
         if not torch.equal(self._base, fingerprint(self._frozen)):
-            raise reasons.ChangedBaseError(
-                "training has changed frozen parameters (requires_grad=False): keep what changes in buffers"
+            raise refusal_messages.ChangedBaseError(
+                "frozen parameters (requires_grad=False): training has changed them; keep what changes in buffers"
             )
 
     def reset_buffers(self) -> None:
-        """Restore the initial buffers and attributes, and the parameters' place in the vector, before another forward pass."""
+        """Restore initial buffers and attributes, and make parameters views of the vector again, before another forward pass."""
         self._attributes.restore()
-        places = zip(self.parameters, parts(self.vector, self.layout), strict=True)
-        if any(one.data_ptr() != place.data_ptr() for one, place in places):
+        pairs = zip(self.parameters, parts(self.vector, self.layout), strict=True)
+        if any(parameter.data_ptr() != part.data_ptr() for parameter, part in pairs):
             self._share()
-        fresh = {id(one): one.clone() for _, buffers in self._buffers for one in buffers.values() if one is not None}
+        copies = {id(saved): saved.clone() for _, buffers in self._buffers for saved in buffers.values() if saved is not None}
         for owner, buffers in self._buffers:
             owner._buffers.clear()
-            owner._buffers.update({name: None if one is None else fresh[id(one)] for name, one in buffers.items()})
+            owner._buffers.update({name: None if saved is None else copies[id(saved)] for name, saved in buffers.items()})
 
     def _share(self) -> None:
         """Make the parameters views of the vector."""
-        for parameter, place in zip(self.parameters, parts(self.vector, self.layout), strict=True):
-            parameter.data = place
+        for parameter, part in zip(self.parameters, parts(self.vector, self.layout), strict=True):
+            parameter.data = part
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Training:
-    """The recipe of local training: minibatch SGD, SAM or Adam, with a fresh state every round.
+    """The recipe of local training: minibatch SGD, SAM or Adam, with a new optimizer state every round.
 
     Attributes:
         learning_rate: step size of round 1 (paper: eta).
-        batch_size: records a step; the last batch of an epoch may be smaller.
+        batch_size: records per step; the last batch of an epoch may be smaller.
         num_local_epochs: passes over the client's records.
         num_local_steps: steps instead of epochs; None to count epochs.
-        momentum: heavy-ball momentum.
+        momentum: heavy-ball momentum, in [0, 1).
         weight_decay: L2 coefficient.
-        learning_rate_decay: the step size shrinks by this part every round.
+        learning_rate_decay: fraction by which the step size shrinks every round, in [0, 1).
         sam_radius: radius of the SAM perturbation, over all parameters jointly (paper: rho); 0 is plain SGD. The gradient of
             a step is taken at w + sam_radius g / ||g||, on the same batch as g (Shi et al. 2023, eqs. 8 and 9).
         regularizers: penalties in every client's objective, such as `ProximalTerm` and `BLUR`. Their gradients are taken at w,
-            where SAM's is not.
-        sparsifier: what drops the small coordinates of the trained update; None keeps all.
-        optimizer: `sgd`; or `adam` (torch.optim.Adam with its own defaults, fresh every round), which takes no momentum.
-        loss: model outputs, targets -> mean loss of the batch. By default cross-entropy, which leaves out targets that are no
-            class (`flower_dp.clients.training.losses`).
+            not at SAM's perturbed weights.
+        sparsifier: selection that drops the small coordinates of the trained update; None keeps all.
+        optimizer: `sgd`; or `adam` (torch.optim.Adam with its own defaults, new every round), which takes no momentum.
+        loss: model outputs, targets -> mean loss of the batch. By default cross-entropy, which leaves out targets that are not
+            classes (`flower_dp.clients.training.losses`).
 
     Example:
         >>> from flower_dp.clients import Training
@@ -164,11 +164,11 @@ class Training:
         checks.number("weight_decay", self.weight_decay, at_least=0)
         checks.number("learning_rate_decay", self.learning_rate_decay, at_least=0, below=1)
         checks.number("sam_radius", self.sam_radius, at_least=0)
-        if not isinstance(self.regularizers, tuple) or not all(hasattr(one, "pull") for one in self.regularizers):
-            raise ValueError(f"regularizers={self.regularizers!r}: must be a tuple of regularisers, such as ProximalTerm")
+        if not isinstance(self.regularizers, tuple) or not all(hasattr(item, "pull") for item in self.regularizers):
+            raise ValueError(f"regularizers={self.regularizers!r}: must be a tuple of regularizers, such as ProximalTerm")
         checks.one_of("optimizer", self.optimizer, OPTIMIZERS)
         if self.momentum and self.optimizer != "sgd":
-            raise ValueError(f"momentum={self.momentum}: is not read with optimizer={self.optimizer!r}")
+            raise ValueError(f"momentum={self.momentum}: must be 0 with optimizer={self.optimizer!r}")
 
     def step_size(self, server_round: int) -> float:
         """Return the step size of round 1, 2, ..."""
@@ -179,11 +179,11 @@ class Training:
 
         `rng` shuffles the records. Draws of model and data set from torch's process-wide generators follow from its seed, too.
         """
-        with OwnDraws(model.vector.device, draws_seed(rng.initial_seed())):
+        with IsolatedRng(model.vector.device, draws_seed(rng.initial_seed())):
             return self._train(model, records, server_round, rng)
 
     def num_steps(self, num_records: int) -> int:
-        """Return how many steps a client with `num_records` records takes."""
+        """Return the number of steps of a client with `num_records` records."""
         return self.num_local_steps or self.num_local_epochs * -(-num_records // self.batch_size)
 
     def positions(self, num_records: int, rng: torch.Generator) -> Iterator[Tensor]:
@@ -192,7 +192,7 @@ class Training:
         Only an epoch's last batch may be smaller than `batch_size`.
         """
         if num_records == 0:
-            raise ValueError("records: a client without records can't train")
+            raise ValueError("records: none; a client without records can't train")
         records_left = self.num_steps(num_records) * self.batch_size
         at_a_time = max(1, _FETCHED_RECORDS // self.batch_size) * self.batch_size
         while records_left > 0:
@@ -233,9 +233,9 @@ class Training:
         return torch.stack(losses).mean()
 
     def _turned_kind(self, model: FlatModel, inputs: Inputs, targets: Tensor) -> object:
-        """Return the kind of records that the model trains on in channels last; None if it doesn't, on these.
+        """Return the kind of these records if the model trains on them with channels last, else None.
 
-        It is found out before a client's first step, where the model is as after `reset`: no other client's records matter.
+        Call it before a client's first step, while the model is as after `reset`: then no other client's records matter.
         """
         suit = model.convolutions.suit(inputs, targets, lambda *batch: self._gradients(model, *batch)[1], key=self.loss)
         model.reset_buffers()
@@ -243,25 +243,25 @@ class Training:
 
     @torch.no_grad()
     def penalized(self, gradients: list[Tensor], weights: Tensor, start: Tensor, layout: Layout) -> list[Tensor]:
-        """Return the gradients of the loss with those of weight decay and of all regularisers.
+        """Return the gradients of the loss with those of weight decay and of all regularizers.
 
         Args:
-            gradients: in the shapes of the parameters of one client or, stacked, of many.
-            weights: of one client [d], or of many [slots, d].
-            start: the global model [d].
-            layout: of the parameters.
+            gradients: gradients of the loss, in the shapes of the parameters of one client or, stacked, of many.
+            weights: weights of one client [d], or of many [slots, d].
+            start: global model [d].
+            layout: layout of the parameters.
         """
         # Not in place: autograd may return one tensor for two parameters, or an expanded one.
         if self.weight_decay:
             gradients = list(torch._foreach_add(gradients, parts(weights, layout), alpha=self.weight_decay))
-        for one in self.regularizers:
-            gradients = list(torch._foreach_add(gradients, parts(one.pull(weights, start), layout)))
+        for regularizer in self.regularizers:
+            gradients = list(torch._foreach_add(gradients, parts(regularizer.pull(weights, start), layout)))
         return gradients
 
     def _gradients(self, model: FlatModel, inputs: Inputs, targets: Tensor) -> tuple[Tensor, list[Tensor]]:
         loss = checked(self.loss)(outputs_of(model.module, inputs), targets)
         if loss.ndim:
-            raise reasons.UnfitLossError(reasons.LOSS_SHAPE)
+            raise refusal_messages.UnfitLossError(refusal_messages.LOSS_SHAPE)
         return loss.detach(), list(torch.autograd.grad(loss, model.parameters, materialize_grads=True))
 
     def _sam_gradients(self, model: FlatModel, inputs: Inputs, targets: Tensor, gradients: list[Tensor]) -> list[Tensor]:
@@ -292,7 +292,7 @@ def parts(vectors: Tensor, layout: Layout) -> list[Tensor]:
 def model_arrays(module: nn.Module) -> ArrayRecord:
     """Return a model's trainable parameters as the record to start a strategy with.
 
-    Frozen parameters stay where they are, as the base under LoRA adapters; the log says how many of how many are trained. A
+    Frozen parameters stay on the devices, as the base under LoRA adapters; the log has the number of trained parameters. A
     parameter that several layers share is sent once.
 
     Raises:
@@ -316,9 +316,9 @@ def _refuse_batch_statistics(module: nn.Module) -> None:
             advice += " or flower_dp.clients.fix_batchnorm(model)"
         elif isinstance(layer, nn.modules.instancenorm._InstanceNorm):
             advice += " or track_running_stats=False"
-        else:  # whose own code nobody knows, such as FrozenBatchNorm2d of torchvision
+        else:  # a layer of unknown code, such as FrozenBatchNorm2d of torchvision
             advice += ", or its scale and shift alone if its statistics never change"
-        raise reasons.BatchStatisticsError(
+        raise refusal_messages.BatchStatisticsError(
             f"layer {name!r} ({type(layer).__name__}) mixes or keeps statistics of private records: {advice}"
         )
 
@@ -326,11 +326,11 @@ def _refuse_batch_statistics(module: nn.Module) -> None:
 def _refuse_halves(module: nn.Module) -> None:
     for name, value in module.named_parameters():
         if value.requires_grad and value.dtype in _HALVES:
-            raise reasons.HalfPrecisionError(f"parameter {name!r} is of {value.dtype}: {reasons.HALVES}")
+            raise refusal_messages.HalfPrecisionError(f"parameter {name!r} is of {value.dtype}: {refusal_messages.HALVES}")
 
 
 def _refuse_wrapped(module: nn.Module) -> None:
     for layer in module.modules():
         hooks = [getattr(hook, "func", hook) for kind in _HOOKS for hook in getattr(layer, kind).values()]
         if any(str(getattr(made, "__module__", "")).startswith(_OPACUS) for made in (*type(layer).__mro__, *hooks)):
-            raise reasons.WrappedModelError(reasons.OPACUS)
+            raise refusal_messages.WrappedModelError(refusal_messages.OPACUS)

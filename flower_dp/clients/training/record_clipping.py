@@ -7,30 +7,31 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from flower_dp.clients.reasons import LOSS_OF_WEIGHTS, LOSS_SHAPE, LOSS_UNEVEN, UnfitLossError, UnfitModelError
+from flower_dp.clients.refusal_messages import LOSS_OF_WEIGHTS, LOSS_SHAPE, LOSS_UNEVEN, UnfitLossError, UnfitModelError
 from flower_dp.clients.reply.parts import RecordClip
 from flower_dp.clients.training.batches import Inputs, canonical, kind_of, mapped, repeated, split
 from flower_dp.clients.training.devices import exact_device, is_accelerator
-from flower_dp.clients.training.draws import OwnDraws, draws_seed
-from flower_dp.clients.training.findings import findings_of
-from flower_dp.clients.training.joins import one_alone
+from flower_dp.clients.training.dry_run_cache import findings_of
+from flower_dp.clients.training.isolated_records import map_isolated
 from flower_dp.clients.training.losses import Loss
 from flower_dp.clients.training.per_record import record_gradients
-from flower_dp.clients.training.reading import apart
 from flower_dp.clients.training.recipe import FlatModel
+from flower_dp.clients.training.record_isolation import must_compute_alone
 from flower_dp.clients.training.records import Records, made_up
+from flower_dp.clients.training.training_rng import IsolatedRng, draws_seed
 from flower_dp.privacy.events import Relation
 
 log = logging.getLogger("flwr")
 
-# The largest number of entries and of rows in the matrix of per-record gradients: the fastest on a CPU core, or enough to fill a
+# The maximum number of entries and of rows in the matrix of per-record gradients: the fastest on a CPU core, or enough to fill a
 # GPU.
 _LARGEST_MATRIX = {"cpu": 2**22}
 _LARGEST_MATRIX_ELSEWHERE = 2**26
-_MOST_RECORDS = {"cpu": 64}
-_MOST_RECORDS_ELSEWHERE = 1024
-# Made-up records on which a loss is tried, of as many classes, and the largest relative difference between two sums of losses.
-_MOST_CLASSES = 64
+_MAX_RECORDS = {"cpu": 64}
+_MAX_RECORDS_ELSEWHERE = 1024
+# The maximum number of synthetic records, and of their classes, on which a loss is tried, and the largest relative difference
+# between two sums of losses.
+_MAX_CLASSES = 64
 _LOSS_TOLERANCE = 1e-4
 
 
@@ -53,18 +54,18 @@ def clipped_sum(
 ) -> tuple[Tensor, Tensor]:
     """Return the exact float64 sum [d] of the records' clipped gradients on the lattice, and their mean loss.
 
-    A record whose loss or gradient is not finite counts as zero, and so does one that can't be read or raises. Dropout drops the
-    same units for all records, so a record in the batch changes no other record's gradient.
+    A record counts as zero if its loss or gradient is not finite, it can't be read, or it raises an error. Dropout drops the same
+    units for all records, so a record in the batch changes no other record's gradient.
 
     Args:
-        model: at the weights where gradients are taken.
-        records: the client's.
-        positions: of the batch.
-        clip: bounds every record's gradient, and rounds it to the lattice.
-        loss: of every record.
-        seed: secret; determines the random numbers of the model and the data set.
-        relation: under add-or-remove-one a record more moves the others to other places, and the last bits of a product may
-            depend on the place: each record is computed alone, which is slower.
+        model: model at the weights of the gradients.
+        records: records of the client.
+        positions: positions of the batch.
+        clip: bound on every record's gradient, with rounding to the lattice.
+        loss: loss of every record.
+        seed: secret seed of the random numbers of the model and the data set.
+        relation: neighboring relation. Under add-or-remove-one each record is computed alone, which is slower: an added record
+            moves the others to other places, and the last bits of a product may depend on the place.
 
     Raises:
         UnfitModelError: if the model has no gradient even for a record of zeros.
@@ -75,11 +76,13 @@ def clipped_sum(
     problems: set[str] = set()
     size = _chunk(model) if relation == "replace-one" else 1
     gradients = _Gradients(model, loss, seed)
-    computed = apart(records, positions, gradients, size=size, device=model.device, seed=draws_seed(seed), problems=problems)
+    computed = map_isolated(
+        records, positions, gradients, size=size, device=model.device, seed=draws_seed(seed), problems=problems
+    )
     for _, places, (made, values) in computed:
         finite = made.isfinite().all(dim=1) & values.isfinite()
         # All rows of the part are clipped, whichever of its records could be read: on a GPU the last bits of a norm may depend on
-        # how many rows there are.
+        # the number of rows.
         clipped = clip.records(made.where(finite[:, None], 0.0).to(total.device))
         total += clipped[places].sum(dim=0, dtype=torch.float64)
         losses.append(values[places][finite[places]])
@@ -87,20 +90,20 @@ def clipped_sum(
             problems.add("loss or gradient not finite")
     counted = torch.cat(losses)
     if problems:
-        what = "records count as zero" if len(counted) else "all records count as zero, the reply is noise alone"
-        log.warning("%s: %s", what, ", ".join(sorted(problems)))
+        effect = "Some records count as zero" if len(counted) else "All records count as zero, and the reply is noise alone"
+        log.warning("%s: %s", effect, ", ".join(sorted(problems)))
     return total, counted.mean() if len(counted) else torch.zeros((), device=model.device)
 
 
 class RecordLoss:
     """A loss, to be called with outputs and target of one record [1, ...] each, also within `torch.func.vmap`.
 
-    It is found out on outputs and targets that nobody has whether it is what the loss of a batch is made of. The mean over a
-    batch may divide by something that targets decide, as `CrossEntropyLoss(weight=...)` divides by the weights of the targets'
-    classes. Of a single record that takes the record's own weight out again, and nobody would notice.
+    `check` finds out, on synthetic outputs and targets, whether the loss of a batch is made of the losses of its records. A mean
+    over a batch may divide by a number that targets decide: `CrossEntropyLoss(weight=...)` divides by the weights of the targets'
+    classes. For a single record this cancels the record's own weight, without any error.
 
     Args:
-        model: the model, whose weights the loss must not use.
+        model: model whose weights the loss must not use.
         loss: model outputs, targets -> loss.
     """
 
@@ -121,7 +124,7 @@ class RecordLoss:
         return value
 
     def check(self) -> None:
-        """Check the loss on made-up outputs and targets of the shapes and types that it was called with.
+        """Check the loss on synthetic outputs and targets of the shapes and types that it was called with.
 
         Raises:
             UnfitLossError: if the loss of a batch is neither the mean nor the sum of the losses of its records, or it uses the
@@ -132,30 +135,32 @@ class RecordLoss:
             key = ("record loss", self._loss, *seen)
             if key not in findings:
                 try:
-                    findings[key] = self._why_not(*seen)
-                except Exception:  # nobody knows which targets it takes
+                    findings[key] = self._loss_unfit_reason(*seen)
+                except Exception:  # the loss may not take such targets, which is not known here
                     findings[key] = None
             if findings[key] is not None:
                 raise UnfitLossError(findings[key])
 
-    def _why_not(self, output: torch.Size, output_type: torch.dtype, target: torch.Size, target_type: torch.dtype) -> str | None:
+    def _loss_unfit_reason(
+        self, output: torch.Size, output_type: torch.dtype, target: torch.Size, target_type: torch.dtype
+    ) -> str | None:
         device = self._model.device
         classes = output[0] if output else 2
-        if classes == 1 and not is_accelerator(device):  # whose process would not survive a class that there is not
+        if classes == 1 and not is_accelerator(device):  # an unknown class would make a GPU unusable for the process
             classes = 2
-        count = min(_MOST_CLASSES, max(2, classes))
+        count = min(_MAX_CLASSES, max(2, classes))
         outputs = _waves(count, output).to(device, output_type)
         if target_type.is_floating_point:
             targets = _waves(count, target).abs().to(device, target_type)
-        else:  # all targets of a record are of one class: some losses leave out a class
+        else:  # all targets of a record are of one class, because some losses leave out a class
             chosen = (torch.arange(count) * classes // count).view(-1, *[1] * len(target)).expand(count, *target)
             targets = chosen.to(device, target_type)
         with torch.enable_grad():
             each = torch.stack([self._loss(outputs[i : i + 1], targets[i : i + 1]) for i in range(count)])
             finite = each.isfinite()
             whole = self._loss(outputs[finite], targets[finite])
-        found = torch.autograd.grad(whole, self._model.parameters, allow_unused=True) if whole.requires_grad else ()
-        if any(gradient is not None for gradient in found):
+        gradients = torch.autograd.grad(whole, self._model.parameters, allow_unused=True) if whole.requires_grad else ()
+        if any(gradient is not None for gradient in gradients):
             return LOSS_OF_WEIGHTS
         # A loss that was written for one record may look at the first one alone.
         each, size = each.detach()[finite], float(each.detach()[finite].abs().mean())
@@ -169,29 +174,29 @@ def _waves(count: int, shape: torch.Size) -> Tensor:
 
 
 class _Gradients:
-    """Gradients and losses of the records of a part, at the weights that the model has now: one at a time if it joins them."""
+    """Gradients and losses of the records of a part, at the model's present weights, one at a time if the model joins records."""
 
     def __init__(self, model: FlatModel, loss: Loss, seed: int) -> None:
         self._model, self._loss, self._seed = model, loss, seed
         self._checked = None if loss is nn.functional.cross_entropy else RecordLoss(model, loss)
         self._start = model.vector.clone()
-        self._draws = OwnDraws.of_data_sets(model.vector.device)
+        self._draws = IsolatedRng.of_data_sets(model.vector.device)
 
     def __call__(self, inputs: Inputs, targets: Tensor) -> tuple[Tensor, Tensor]:
         """Return gradients [size, d] and losses [size] of inputs [size, ...] and targets [size, ...]."""
-        if not one_alone(self._model, inputs, targets, self._rows, ("gradients", self._loss)):
+        if not must_compute_alone(self._model, inputs, targets, self._rows, ("gradients", self._loss)):
             return self._together(inputs, targets)
         alone = zip(split(inputs, 1), torch.split(targets, 1), strict=True)
         rows, losses = zip(*(self._together(*one, engine="torch.func") for one in alone), strict=True)
         return torch.cat(rows), torch.cat(losses)
 
     def _together(self, inputs: Inputs, targets: Tensor, engine: str | None = None) -> tuple[Tensor, Tensor]:
-        # A forward pass may change buffers: those of one must not depend on how many there were, which one record could change.
+        # A forward pass may change weights and buffers. No pass may depend on earlier ones: one record could change their number.
         self._model.vector.copy_(self._start)
         return self._passed(inputs, targets, engine)
 
     def _rows(self, inputs: Inputs, targets: Tensor) -> Tensor:
-        """Return gradients at made-up weights."""
+        """Return gradients at synthetic weights."""
         weights = self._model.vector.clone()
         try:
             return self._passed(inputs, targets)[0]
@@ -210,9 +215,9 @@ class _Gradients:
 
 
 def check_model(model: FlatModel, records: Records, loss: Loss) -> None:
-    """Raise if the model has no gradient even for a made-up record: then the model is at fault, and noise would hide it.
+    """Raise if the model has no gradient even for a synthetic record: then the model is at fault, and noise would hide it.
 
-    It is always the made-up record that decides, whatever the client's records do.
+    Only the synthetic record decides, whatever the client's records do.
     """
     try:
         made = made_up(records, model.device)
@@ -230,7 +235,7 @@ def check_model(model: FlatModel, records: Records, loss: Loss) -> None:
 
 
 def _chunk(model: FlatModel) -> int:
-    """Return the fixed number of records computed together: a row then has the same bits among any others."""
+    """Return the fixed number of records computed together: a row then has the same bits beside any others."""
     kind = model.device.type
-    numbers, records = _LARGEST_MATRIX.get(kind, _LARGEST_MATRIX_ELSEWHERE), _MOST_RECORDS.get(kind, _MOST_RECORDS_ELSEWHERE)
+    numbers, records = _LARGEST_MATRIX.get(kind, _LARGEST_MATRIX_ELSEWHERE), _MAX_RECORDS.get(kind, _MAX_RECORDS_ELSEWHERE)
     return max(1, min(records, numbers // model.layout.size))

@@ -9,18 +9,18 @@ import torch
 from torch import Tensor
 from torch.utils.data import default_collate
 
-from flower_dp.clients.reasons import TABLE, Declined
+from flower_dp.clients.refusal_messages import TABLE, Declined
 from flower_dp.clients.training.batches import Batch, Inputs, mapped, split, stacked
 from flower_dp.clients.training.devices import free_memory, is_accelerator, select_rows
 
-# The part of a GPU's free memory that the tensors of a node's clients may take.
+# The tensors of a node's clients may take 1/8 of a GPU's free memory.
 _PART_OF_FREE_MEMORY = 8
 
 
 def made_up(records: "Records", device: torch.device) -> Batch | None:
-    """Return inputs and target [1, ...] of a record that nobody has, of the kind of the client's; None if its kind is not public.
+    """Return inputs and target [1, ...] of a synthetic record of the client's kind; None if the kind is not public.
 
-    Whether a model and a loss work at all is judged on it: judged on a client's own records, one of them could decide.
+    A dry run judges model and loss on this record: judged on a client's own records, one of them could decide.
     """
     make = getattr(records, "made_up", None)
     return None if make is None else make(device)
@@ -29,9 +29,8 @@ def made_up(records: "Records", device: torch.device) -> Batch | None:
 class Records(Protocol):
     """One client's records.
 
-    Methods whose unit of privacy is a record ask for one at a time, except from `TensorRecords`. A class may have a method
-    `made_up(device)`, which returns inputs and target [1, ...] of a record that nobody has, or None; see
-    `DatasetRecords.example`.
+    Methods whose unit of privacy is a record read one at a time, except from `TensorRecords`. A class may have a method
+    `made_up(device)`, which returns inputs and target [1, ...] of a synthetic record, or None; see `DatasetRecords.example`.
     """
 
     def __len__(self) -> int:
@@ -46,19 +45,19 @@ class TensorRecords:
     """Records in tensors, possibly some rows of tensors that many clients share.
 
     Attributes:
-        inputs: [n, ...], of any dtype, on any device; uint8 images stay small this way. Or several such tensors by the names of
-            the model's arguments, such as {"input_ids": ..., "attention_mask": ...}.
-        targets: [n, ...].
-        indices: the rows that are this client's [records], int64; None for all of them. Where the unit of privacy is a record, a
-            client with a row twice does not reply.
-        transform: turns a batch of raw inputs, on the device, into the model's inputs. Methods whose unit of privacy is a record
-            call it so that it sees one record at a time.
+        inputs: tensor [n, ...] of any dtype, on any device; uint8 images stay small this way. Or several such tensors by the
+            names of the model's arguments, such as {"input_ids": ..., "attention_mask": ...}.
+        targets: tensor [n, ...].
+        indices: this client's rows [records], int64; None for all rows. If the unit of privacy is a record, a client with a
+            repeated row does not reply.
+        transform: function from a batch of raw inputs, on the device, to the model's inputs. If the unit of privacy is a record,
+            the function sees one record at a time.
 
     Shapes and types of the tensors are public: a client whose tensors do not fit the model says so. Make tensors of a fixed type,
-    such as `torch.tensor(labels, dtype=torch.int64)`; without it a single label that is no whole number decides the type of all.
+    such as `torch.tensor(labels, dtype=torch.int64)`; without one, a single label with a fraction decides the type of all labels.
 
     Raises:
-        ValueError: for a value that is not a tensor, or inputs and targets of different length, naming it.
+        ValueError: for a value that is not a tensor, or inputs and targets of different length, naming the field.
 
     Example:
         >>> import torch
@@ -82,7 +81,7 @@ class TensorRecords:
         if isinstance(self.inputs, Mapping):
             features = {f"inputs[{name!r}]": value for name, value in self.inputs.items()}
             if not features:
-                raise ValueError("inputs: has no tensor")
+                raise ValueError("inputs={}: must have at least one tensor")
         rows = {} if self.indices is None else {"indices": self.indices}
         for name, value in {**features, "targets": self.targets, **rows}.items():
             if not isinstance(value, Tensor):
@@ -109,7 +108,7 @@ class TensorRecords:
         return mapped(lambda tensor: select_rows(tensor, rows).to(device), self.inputs, self.targets)
 
     def positions_of_rows(self, positions: Tensor) -> Tensor:
-        """Return which rows of the tensors some records are."""
+        """Return the rows of the tensors at which some records are."""
         return positions if self.indices is None else self.indices[positions]
 
     def zeros(self, device: torch.device) -> tuple[Any, Tensor]:
@@ -127,29 +126,29 @@ class TensorRecords:
 
 
 class OnDevice:
-    """Puts the tensors of `TensorRecords` into a GPU's memory, each once, while all together are small against what was free.
+    """A copier of the tensors of `TensorRecords` to a GPU, each once, up to a fraction of the GPU's free memory.
 
-    Other records, and those that do not fit, are returned as they are, and are copied batch by batch.
+    It returns other records, and those that do not fit, as they are; they are copied batch by batch.
 
     Args:
-        device: the GPU; on a CPU nothing is moved.
+        device: GPU to copy to; on a CPU nothing is copied.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._left: int | None = None
-        # The tensor that was moved is kept as well: its place in memory, by which it is known, stays its own.
+        # The original tensor is kept as well: its address is the key, and must not be reused for another tensor.
         self._moved: dict[tuple[object, ...], tuple[Tensor, Tensor]] = {}
 
     def __call__(self, records: "Records") -> Any:
-        """Return records with their tensors on the device; which rows are a client's stays on the CPU."""
+        """Return records with their tensors on the device; the client's indices stay on the CPU."""
         if type(records) is not TensorRecords or not is_accelerator(self._device):  # a subclass may do anything
             return records
         inputs = records.inputs
         tensors = [records.targets, *([inputs] if isinstance(inputs, Tensor) else inputs.values())]
         if self._left is None:
             self._left = free_memory(self._device) // _PART_OF_FREE_MEMORY
-        needed = sum(one.nbytes for one in tensors if one.device.type == "cpu" and _place(one) not in self._moved)
+        needed = sum(tensor.nbytes for tensor in tensors if tensor.device.type == "cpu" and _place(tensor) not in self._moved)
         if needed > self._left:
             return records
         self._left -= needed
@@ -169,15 +168,15 @@ def _place(tensor: Tensor) -> tuple[object, ...]:
 
 
 def rows_of_all(asked: Mapping[Any, tuple["Records", Tensor]], device: torch.device) -> dict[Any, tuple[Any, Tensor]]:
-    """Return `TensorRecords.rows` of several clients that share their tensors, with one lookup for all of them.
+    """Return `TensorRecords.rows` of several clients that share their tensors, with one lookup for all clients.
 
     Args:
         asked: each client's records and some positions [n].
-        device: where the rows are needed.
+        device: device of the rows.
 
     Returns:
-        By the keys of `asked`; empty if not all of them are `TensorRecords` of the same tensors, or the lookup fails: whose rows
-        are wrong shows when they are read client by client.
+        Rows by the keys of `asked`. Empty if not all clients have `TensorRecords` of the same tensors, or if the lookup fails:
+        reading client by client then finds the client with wrong rows.
     """
     clients = [records for records, _ in asked.values() if type(records) is TensorRecords]  # a subclass may do anything
     shared = {(id(records.inputs), id(records.targets)) for records in clients}
@@ -194,7 +193,7 @@ def rows_of_all(asked: Mapping[Any, tuple["Records", Tensor]], device: torch.dev
 
 
 def repeats_rows(records: Records) -> bool:
-    """Tell whether one row of tensors stands for several of a client's records: to replace it replaces all of them."""
+    """Tell whether one row of tensors stands for several of a client's records: replacing the row would replace all of them."""
     indices = records.indices if isinstance(records, TensorRecords) else None
     return indices is not None and bool((indices.sort().values.diff() == 0).any())
 
@@ -203,15 +202,15 @@ def repeats_rows(records: Records) -> bool:
 class DatasetRecords:
     """Records of a map-style torch data set, read one by one and stacked.
 
-    Where the unit of privacy is a record, each is judged by itself: floats count as float32 and whole numbers as int64, and a
-    record of another shape or type than the model and the loss accept counts as zero. What the others are does not matter.
+    If the unit of privacy is a record, each record is judged by itself. Floats count as float32 and whole numbers as int64. A
+    record counts as zero if the model or the loss does not accept its shape or type. The other records do not matter.
 
     Attributes:
-        dataset: with a length, whose items are pairs: inputs (a tensor, number or dict of them) and target.
-        example: an item that nobody has, such as `(torch.zeros(3), 0)`; it is public, so take none from the data set. Records
-            have its names, shapes and types: float64 becomes float32 and whole numbers become floats, and any other record does
-            not fit. If the model can't be trained on the example, the client says so and does not reply. None: only the client's
-            log tells of a model that fits no record; its replies are noise alone.
+        dataset: data set with a length, whose items are pairs: inputs (a tensor, number or dict of them) and target.
+        example: synthetic item, such as `(torch.zeros(3), 0)`; it is public, so take none from the data set. Records get its
+            types, for example float32 instead of float64, or floats instead of whole numbers. A record of other names or shapes,
+            or of a type that can't be converted, does not fit. If the model can't be trained on the example, the client says so
+            and does not reply. None: if the model fits no record, only the client's log says so, and its replies are noise alone.
 
     Example:
         >>> import torch
@@ -260,10 +259,10 @@ def _pairs(items: list[Any]) -> Batch:
 
 
 def _fitting(record: Any, like: Any) -> Any:
-    """Return inputs or the target of a record [1, ...] with the types of another one.
+    """Return inputs or the target of a record [1, ...] with the types of another record.
 
     Raises:
-        ValueError: if it has other names, shapes, or types that can't be converted; without a value of the record.
+        ValueError: if the record has other names, shapes, or types that can't be converted; without a value of the record.
     """
     if isinstance(record, Mapping) and isinstance(like, Mapping) and set(record) == set(like):
         return {name: _fitting(record[name], like[name]) for name in like}
@@ -296,7 +295,7 @@ def as_records(data: Any) -> Records:
         inputs, targets = data
         named = {name: _tensor(value) for name, value in inputs.items()} if isinstance(inputs, Mapping) else _tensor(inputs)
         return TensorRecords(inputs=named, targets=_tensor(targets))
-    if hasattr(data, "columns") and hasattr(data, "to_numpy"):  # of pandas or polars: its length is that of a data set
+    if hasattr(data, "columns") and hasattr(data, "to_numpy"):  # a DataFrame of pandas or polars, which also has a length
         raise Declined(TABLE)
     if hasattr(data, "__getitem__") and hasattr(data, "__len__") and not isinstance(data, tuple | Mapping | str):
         return DatasetRecords(dataset=data)

@@ -1,4 +1,4 @@
-"""Parts of local training: regularisers, which are penalties on a client's weights, and LUS, local update sparsification."""
+"""Parts of local training: regularizers (penalties on a client's weights), and LUS, local update sparsification."""
 
 from dataclasses import dataclass
 from typing import Protocol
@@ -11,14 +11,14 @@ from flower_dp.core.compression import num_kept
 
 
 class Regularizer(Protocol):
-    """A penalty in a client's objective. It is hashable: the batched engine keeps one program for every recipe."""
+    """A hashable penalty in a client's objective: the batched engine keeps one program for every recipe."""
 
     def pull(self, weights: Tensor, start: Tensor) -> Tensor:
         """Return the gradient of the penalty, in the shape of the weights; it is added to the gradient of the loss.
 
         Args:
-            weights: of one client [d], or of many [slots, d]. No row of the result depends on another row.
-            start: the global model [d].
+            weights: weights of one client [d], or of many [slots, d]. No row of the result may depend on another row.
+            start: global model [d].
         """
 
 
@@ -53,13 +53,13 @@ class ProximalTerm:
 class BLUR:
     """The penalty (strength / 2) max(0, ||w - w_global|| - bound)^2: local training keeps updates near a bound on their norm.
 
-    An update within the bound costs nothing. A longer one is pulled straight back to the global model, by strength times the part
-    of its norm above the bound. The clip takes less from shorter updates; it stays what the guarantee rests on.
-    (Bounded local update regularisation, Cheng et al. 2022.)
+    An update within the bound has no penalty. A longer one is pulled straight back to the global model, by strength times the
+    part of its norm above the bound. The clip takes less from shorter updates, but the guarantee still rests on the clip.
+    (Bounded local update regularization, Cheng et al. 2022.)
 
     Attributes:
         strength: coefficient (paper: lambda). strength x step size must stay well below 2, or training jumps over the bound.
-        bound: L2 norm of an update up to which there is no penalty (paper: S); of the size of the clip norm.
+        bound: L2 norm of an update up to which there is no penalty (paper: S), about as large as the clip norm.
 
     Raises:
         ValueError: if either is not above 0.
@@ -88,13 +88,13 @@ class BLUR:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LUS:
-    """A client keeps the largest coordinates of its own update, before the clip; the others become 0 (Cheng et al. 2022).
+    """Selection of the largest coordinates of a client's own update, before the clip; the others become 0 (Cheng et al. 2022).
 
-    The client's data choose these coordinates. So this is a part of training: the clip bounds what is left, and all coordinates
-    get noise, those that were dropped as well. It saves no noise and no bytes; a shorter update is clipped less.
+    The client's data choose these coordinates. So the selection is a part of training: the clip bounds the sparse update, and all
+    coordinates get noise, the dropped ones as well. It saves no noise and no bytes; a shorter update is clipped less.
 
     Attributes:
-        keep_ratio: part of the coordinates that is kept.
+        keep_ratio: fraction of the coordinates that is kept, in (0, 1).
 
     Raises:
         ValueError: if it is not in (0, 1).

@@ -1,4 +1,4 @@
-"""Compression: encodes a vector as a small payload, and decodes it.
+"""Compression of vectors into small payloads, and back.
 
 A payload is a few NumPy arrays and a small header. Decoding trusts neither: it checks every length, type and index against what
 the receiver knows, and raises ValueError otherwise. Private vectors are compressed after dense noise only, or under a mask that
@@ -41,5 +41,5 @@ def decode(payload: Payload, length: int, *, mask: np.ndarray | None = None) -> 
     if len(arrays) != codec.num_arrays:
         raise ValueError(f"payload has {len(arrays)} arrays: encoding {codec.name} has {codec.num_arrays}")
     if unknown := set(header) - {"encoding", "length", *codec.keys}:
-        raise ValueError(f"payload header has words that encoding {codec.name} does not know: {sorted(unknown, key=str)[:4]}")
+        raise ValueError(f"payload header has keys that encoding {codec.name} does not have: {sorted(unknown, key=str)[:4]}")
     return codec.read(payload, length, mask)

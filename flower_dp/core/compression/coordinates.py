@@ -1,4 +1,4 @@
-"""Coordinates of a vector: all of them; those of a mask that both sides know; those that were selected, with their indices."""
+"""Codecs that send coordinates of a vector: all; those of a mask that both sides know; selected ones with their indices."""
 
 import math
 import zlib
@@ -12,7 +12,7 @@ from flower_dp.core.vectors import Array
 
 
 def dense(vector: Array, width: int | None = None) -> Payload:
-    """Encode every coordinate in `width` bytes; None: 4 bytes each where float32 holds all of them exactly, else 8."""
+    """Encode every coordinate in `width` bytes; None: 4 bytes each if float32 holds all of them exactly, else 8."""
     return Payload(arrays=(to_numpy(vector, width),), header={"encoding": "dense", "length": int(vector.shape[0])})
 
 
@@ -23,7 +23,7 @@ def _read_dense(payload: Payload, length: int, mask: np.ndarray | None) -> np.nd
 
 
 def random_mask(length: int, keep_ratio: float, rng: np.random.Generator) -> np.ndarray:
-    """Draw the shared mask of rand-k: sorted indices of the coordinates that everyone keeps this round."""
+    """Draw the shared mask of rand-k: sorted indices of the coordinates that all clients keep this round."""
     return np.sort(rng.choice(length, num_kept(keep_ratio, length), replace=False))
 
 
@@ -47,8 +47,8 @@ def _read_masked(payload: Payload, length: int, mask: np.ndarray | None) -> np.n
         raise ValueError("payload encoding='rand-k': no mask is shared with this sender")
     (values,) = payload.arrays
     check_values(values, mask.size)
-    seen = payload.header.get("mask")
-    if type(seen) is not int or seen != _checksum(mask):
+    checksum = payload.header.get("mask")
+    if type(checksum) is not int or checksum != _checksum(mask):
         raise ValueError("payload mask is not the one of this round")
     vector = np.zeros(length, values.dtype)
     vector[mask] = values
@@ -57,6 +57,7 @@ def _read_masked(payload: Payload, length: int, mask: np.ndarray | None) -> np.n
 
 def num_kept(keep_ratio: float, length: int) -> int:
     """Return how many of `length` coordinates a keep ratio in (0, 1] keeps: at least one, rounded up."""
+    # Less 1e-9, or the rounding of 0.55 x 100 = 55.00000000000001 would keep 56.
     return max(1, math.ceil(checks.number("keep_ratio", keep_ratio, above=0, at_most=1) * length - 1e-9))
 
 
@@ -71,7 +72,7 @@ def top_k(vector: Array, keep_ratio: float) -> Payload:
 
 
 def smallest(vector: Array) -> Payload:
-    """Encode a vector without loss: by its nonzero coordinates where that is smaller, else dense."""
+    """Encode a vector without loss: by its nonzero coordinates if that is smaller, else dense."""
     values = to_numpy(vector)
     nonzero = np.flatnonzero(values)
     if 0 < nonzero.size < values.size // 2 and (sparse := _sparse(values, nonzero)).num_bytes < values.nbytes:

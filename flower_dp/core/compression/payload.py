@@ -1,4 +1,4 @@
-"""What all codecs share: the payload, and checks that trust neither its header nor its arrays."""
+"""The payload that all codecs share, and checks that trust neither its header nor its arrays."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ _FLOATS = (np.dtype(np.float32), np.dtype(np.float64))
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Payload:
-    """An encoded vector: arrays that go on the wire and the header that says how to read them.
+    """An encoded vector: its arrays, and the header that says how to read them.
 
     Example:
         >>> import numpy as np
@@ -35,12 +35,12 @@ class Payload:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Codec:
-    """How payloads of one encoding are read.
+    """A reader of payloads of one encoding.
 
     Attributes:
         name: the header's `encoding`.
-        num_arrays: how many arrays a payload has.
-        keys: those that a header may have besides `encoding` and `length`; `read` checks their values.
+        num_arrays: number of arrays of a payload.
+        keys: header keys besides `encoding` and `length`; `read` checks their values.
         read: payload, length and the mask that both sides know (None without one) -> the vector [length], float32 or float64.
             It trusts nothing, and raises ValueError for a payload that no honest sender makes.
 
@@ -72,7 +72,7 @@ def to_numpy(vector: Array, width: int | None = None) -> np.ndarray:
 
     Args:
         vector: the values.
-        width: bytes of a value; None: 4 where that is exact, else 8, so that the size tells something of the values.
+        width: bytes of a value; None: 4 if that is exact, else 8, so that the size reveals something of the values.
     """
     values = vector if isinstance(vector, np.ndarray) else np.asarray(vector.detach().to("cpu").numpy())
     if width is not None:

@@ -1,8 +1,8 @@
-"""Stochastic quantisation to a few levels, packed into bytes (QSGD; Alistarh et al. 2017).
+"""Stochastic quantization to a few levels, packed into bytes (QSGD; Alistarh et al. 2017).
 
-Coordinate j of a vector x becomes ||x|| sign(x_j) l_j / s with a whole number l_j of 0 to s, rounded up or down at random so that
-its expectation is x_j. Most l_j of a long vector are 0, and zlib codes them in far less than log2(2 s + 1) bits each. Otherwise
-they are packed as digits of base 2 s + 1, as many in a few bytes as fit.
+Coordinate j of a vector x becomes ||x|| sign(x_j) l_j / s. The level l_j is a whole number from 0 to s, rounded up or down at
+random so that the expectation is x_j. Most l_j of a long vector are 0, and zlib codes them in far less than log2(2 s + 1) bits
+each. Otherwise they are packed as digits of base 2 s + 1, as many in a few bytes as fit.
 """
 
 import math
@@ -21,17 +21,17 @@ from flower_dp.core.vectors import Array
 
 # Digits of two bytes.
 MOST_LEVELS = 2**15 - 1
-# Coordinates that are quantised, packed or read at a time.
+# Coordinates that are quantized, packed or read at a time.
 _BLOCK = 2**16
 _BYTE = np.dtype(np.uint8)
 _SCALE = np.dtype("<f4")
 _CODINGS = ("packed", "deflate")
-# Natural logarithm of the probability that a quantised vector is longer than `qsgd_norm_ratio` says.
+# Natural logarithm of the probability that a quantized vector is longer than `qsgd_norm_ratio` says.
 _LOG_NEVER = -50.0
 
 
 def qsgd(vector: Array, levels: int, rng: Generator) -> Payload:
-    """Encode a vector that is already private, without bias, in about log2(2 levels + 1) bits a coordinate or fewer, and a scale.
+    """Encode a vector that is already private, without bias: a scale, and about log2(2 levels + 1) bits a coordinate or fewer.
 
     The scale is the vector's L2 norm, rounded up to float32. E[Q(x)] = x, and E||Q(x) - x||^2 <= q ||x||^2 with
     q = min(d / s^2, sqrt(d) / s).
@@ -84,9 +84,9 @@ def qsgd_variance(length: int, levels: int) -> float:
 
 
 def qsgd_norm_ratio(length: int, levels: int) -> float:
-    """Return a bound on the ratio of the norms of a quantised vector and its vector, exceeded with a probability below 1e-21.
+    """Return a bound on the ratio of the norms of a quantized vector and its vector, exceeded with a probability below 1e-21.
 
-    The square of the ratio is the sum of l_j^2 over s^2. These are independent, l_j is one of two neighbours in 0 to s, and their
+    The square of the ratio is the sum of l_j^2 over s^2. These are independent, l_j is one of two neighbors in 0 to s, and their
     sum has an expectation of at most s^2 (1 + q): Bernstein's inequality with differences of at most 2 s + 1.
     """
     mean, largest = levels**2 * (1 + qsgd_variance(length, levels)), 2 * levels + 1
@@ -186,7 +186,7 @@ def _inflated(body: np.ndarray, length: int, levels: int) -> np.ndarray:
     try:
         data = stream.decompress(body.tobytes(), size + 1)
     except zlib.error as error:
-        raise ValueError(f"payload bytes are no zlib stream ({error})") from None
+        raise ValueError(f"payload bytes are not a zlib stream ({error})") from None
     if len(data) != size or not stream.eof or stream.unused_data:
         raise ValueError(f"payload bytes are not a zlib stream of {size} bytes and no more")
     return np.frombuffer(data, kind)

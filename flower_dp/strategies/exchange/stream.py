@@ -7,26 +7,27 @@ from typing import Any
 from flwr.app import Message
 from flwr.serverapp import Grid
 
-from flower_dp.strategies.population.pulled import Pulls, pulls_replies
+from flower_dp.strategies.population.grid_replies import Pulls, pulls_replies
 
-# As long as a round of Flower's own `start`: for stages after the first one in a loop of one's own.
+# Seconds, as in Flower's own `start`, for stages after the first one in a custom loop.
 _TIMEOUT = 3600.0
-# Messages that are sent at once to a SuperLink, which refuses requests that are too large.
+# Messages in one request to a SuperLink, which refuses requests that are too large.
 _AT_ONCE = 64
-# Between two looks for replies: a tenth of the time so far, so that quick rounds are quick, within these limits.
+# Seconds between two looks for replies: a tenth of the time so far, so that quick rounds stay quick, within these limits.
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 0.1, 3.0
 
 
 class Replies:
-    """The replies to a round's messages, each handed out as it arrives and forgotten, until the time is over.
+    """The replies to a round's messages, each yielded as it arrives and then dropped, until the time is over.
 
-    The messages are sent at once. The grid is asked by its public methods alone: `push_messages` and `pull_messages` for Flower's
-    own, which would keep all replies of a round; else `stream`, if it has that, or `send_and_receive`, whose result is iterated.
+    The messages are sent at once, by the grid's public methods alone. They are `push_messages` and `pull_messages` for Flower's
+    own grids, whose `send_and_receive` would keep all replies of a round; else `stream`, if the grid has it, or
+    `send_and_receive`.
 
     Args:
-        grid: through which messages are sent.
-        messages: of the first stage.
-        timeout: seconds from now on until the last reply of the last stage.
+        grid: grid that sends the messages.
+        messages: messages of the first stage.
+        timeout: seconds from now until the last reply of the last stage.
     """
 
     def __init__(self, grid: Grid, messages: Iterable[Message] = (), timeout: float = _TIMEOUT) -> None:
@@ -37,7 +38,7 @@ class Replies:
         return self._first
 
     def more(self, messages: Iterable[Message]) -> Iterator[Message]:
-        """Send the messages of a further stage, with the time that is left, and return the replies as they arrive."""
+        """Send the messages of a further stage, within the time that is left, and return the replies as they arrive."""
         if (left := self._end - time.monotonic()) <= 0:
             return iter(())
         if not pulls_replies(self._grid):
@@ -47,7 +48,7 @@ class Replies:
         while out:
             sent += self._grid.push_messages(out[:_AT_ONCE])
             del out[:_AT_ONCE]
-        return self._pulled({number for number in sent if number})  # None or "" for one that could not be sent
+        return self._pulled({number for number in sent if number})  # a message that could not be sent has None or ""
 
     def _pulled(self, waiting: set[str]) -> Iterator[Message]:
         pulls, begun = Pulls(self._grid), time.monotonic()
@@ -56,7 +57,7 @@ class Replies:
                 for reply in pulls.pull(waiting, left):
                     waiting.discard(reply.metadata.reply_to_message_id)
                     yield reply
-                    del reply  # before the next one is pulled
+                    del reply  # so that memory holds one reply at a time
                 now = time.monotonic()
                 if waiting and now < self._end:
                     pause = getattr(self._grid, "pull_interval", max((now - begun) / 10, _SHORTEST_PAUSE))

@@ -1,1 +1,1 @@
-"""Who is there: the clients that nodes host, and which node hosts each."""
+"""The population: the clients that nodes host, and the node of each."""

@@ -1,6 +1,6 @@
-"""Which clients are known, and which node hosts each now.
+"""The known clients of a run, and the node that hosts each.
 
-A client is not a SuperNode: a device hosts one client, a simulation worker many. Clients have stable names; node ids change with
+A client is not a SuperNode: a device hosts one client, a simulation worker many. Clients have stable names. Node ids change with
 every run, and with every restart of a SuperNode without a registered key.
 """
 
@@ -16,31 +16,34 @@ from flwr.serverapp import Grid
 
 from flower_dp.core.root_logger import SHOWN
 from flower_dp.strategies.population.client_query import ClientQuery, is_simulation
-from flower_dp.wire import MESSAGE_API, Hosted, RecordNames
+from flower_dp.wire import MESSAGE_API, HostedClients, RecordNames
 
 log = logging.getLogger("flwr")
 
+# Seconds between two looks for nodes and answers.
 _POLL_SECONDS = 0.1
+# Seconds that the start still waits once enough clients are there, or once no more seem to come.
 _SETTLED_SECONDS = 3.0
-# Seconds from one line of the log to the next, while clients are waited for.
+# Seconds between two lines of the log while the run waits for clients.
 _TOLD_SECONDS = 30.0
 _LISTED = 5
-# Seconds that a round waits for the answers of new nodes. If one is silent, no round waits again for so many times as long.
+# Seconds that a round waits for the answers of new nodes. After a wait in vain, no round waits for `_REST` times as long, so that
+# silent nodes slow a run down by at most a tenth.
 _LATE_SECONDS, _REST = 20.0, 10.0
-# Flower's node ids are random numbers of 64 bits; a small number may be in a name by chance.
+# Flower's node ids are random numbers of 64 bits; a name may contain a small number by chance.
 _NO_CHANCE = 10**9
-# Seconds that such a round takes at most to look for answers.
+# Seconds that a round without waiting looks for answers at most.
 _LOOK_SECONDS = 1.0
-# Of a node that can't take part.
-_NOBODY = Hosted(names=(), methods=frozenset())
+# The answer in place of a node's that can't take part.
+_NOBODY = HostedClients(names=(), methods=frozenset())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KnownClients:
-    """All known clients, and the node that hosts each.
+    """The known clients, and the node that hosts each.
 
     Attributes:
-        names: of all clients that have registered in this run, each once: a name that stood twice would be drawn twice as often.
+        names: names of all clients that have registered in this run, each once; a repeated name would be drawn twice as often.
         nodes: the node of each client; None for a client whose node is not connected now.
         record_names: the record names that the nodes' app uses.
         hosting: whether nodes name the clients that they host; else every node is one stock client.
@@ -56,16 +59,16 @@ class KnownClients:
     def __post_init__(self) -> None:
         if len(set(self.names)) != len(self.names):
             name, count = Counter(self.names).most_common(1)[0]
-            raise ValueError(f"names: {name!r} stands {count} times: client names must be unique")
+            raise ValueError(f"names: {name!r} occurs {count} times: client names must be unique")
 
     @property
     def named_by_node(self) -> tuple[str, ...]:
-        """The clients whose names are made of their node's id, which changes when a SuperNode without a registered key starts."""
+        """The clients whose names contain their node's id, which changes when a SuperNode without a registered key restarts."""
         pairs = ((name, node) for name, node in zip(self.names, self.nodes, strict=True) if node is not None)
         return tuple(name for name, node in pairs if name == f"node-{node}" or (node >= _NO_CHANCE and str(node) in name))
 
     def by_node(self, indices: np.ndarray) -> dict[int, tuple[str, ...]]:
-        """Group the clients of a cohort by the nodes that host them, without clients whose node is not connected now."""
+        """Group the clients of a cohort by node, without clients whose node is not connected now."""
         groups: dict[int, list[str]] = {}
         for index in indices:
             if (node := self.nodes[index]) is not None:
@@ -74,20 +77,20 @@ class KnownClients:
 
 
 class ClientManager:
-    """Keeps the known clients of a run, while nodes join, leave and come back under another id.
+    """The registry of a run's known clients, while nodes join, leave and return under another id.
 
-    A client is known by its name. If its node has left and another node hosts the name, that node has the client from now on.
-    While its node is connected, no other node can take the name, so that no client is asked twice in a round.
+    The name identifies a client. If its node has left and another node hosts the name, that node has the client from now on.
+    While its node is connected, no other node can take the name, so that no client gets two requests in a round.
 
-    What one node says never ends the run of the others: an answer of no use leaves that node out.
+    The answer of one node never ends the run of the others: a useless answer leaves only that node out.
 
     Args:
-        num_clients: how many clients must have registered before the first round; cohorts and cost are computed for this number.
+        num_clients: number of clients that must register before the first round; cohorts and cost are computed for this number.
         timeout: seconds to wait for them.
         newcomers: whether more clients than `num_clients` may take part. If not, exactly `num_clients` do: those of the start.
-        unfit: why a node that runs these methods can't take part, None if it can.
-        most_clients_per_node: see `Options`.
-        most_newcomers: see `Options`.
+        unfit: function that returns why a node with these methods can't take part; None if it can.
+        max_clients_per_node: see `StrategyOptions`.
+        max_new_clients: see `StrategyOptions`.
     """
 
     def __init__(
@@ -97,19 +100,19 @@ class ClientManager:
         timeout: float,
         newcomers: bool,
         unfit: Callable[[frozenset[str]], str | None] = lambda _: None,
-        most_clients_per_node: int | None = None,
-        most_newcomers: int | None = None,
+        max_clients_per_node: int | None = None,
+        max_new_clients: int | None = None,
     ) -> None:
         self._num_clients, self._timeout, self._newcomers, self._unfit = num_clients, timeout, newcomers, unfit
-        self._most_clients = num_clients + (num_clients if most_newcomers is None else most_newcomers) * newcomers
-        self._most_per_node = most_clients_per_node
+        self._most_clients = num_clients + (num_clients if max_new_clients is None else max_new_clients) * newcomers
+        self._most_per_node = max_clients_per_node
         self._query = ClientQuery()
         # The answers of nodes, in the order in which they registered.
-        self._hosted: dict[int, Hosted] = {}
+        self._hosted: dict[int, HostedClients] = {}
         self._there: set[int] = set()
-        # When a round may wait for new nodes again.
+        # The time from which a round may wait for new nodes again.
         self._waits_from = 0.0
-        # Nodes that were left out since they name too many clients.
+        # Nodes that were left out because they name too many clients.
         self._left_out: set[int] = set()
         self._known: KnownClients | None = None
 
@@ -118,8 +121,8 @@ class ClientManager:
 
         Raises:
             TimeoutError: if too few clients have registered in time, or no client is connected any more.
-            ValueError: if no node can say whom it hosts, or none runs the method, or a simulation has not exactly `num_clients`.
-            RuntimeError: if all nodes say that their clients can't train.
+            ValueError: if no node can name its clients, or none runs the method, or a simulation has not exactly `num_clients`.
+            RuntimeError: if all nodes report that their clients can't train.
         """
         try:
             if self._known is None:
@@ -136,37 +139,37 @@ class ClientManager:
     def _wait(self, grid: Grid) -> None:
         """Wait until at least `num_clients` clients have registered that can take part.
 
-        With fewer clients the true sampling rate, and so the cost, would differ from what is accounted: so a node that is left
-        out does not count.
+        A node that is left out does not count: with fewer clients the true sampling rate, and so the cost, would differ from the
+        accounting.
         """
         simulation = is_simulation(grid)
         if callable(expect := getattr(grid, "expect", None)):  # a simulation that makes as many nodes
             expect(self._num_clients)
-        # In a simulation all nodes are the user's own.
+        # In a simulation all nodes are the user's own, so one of them may name any number of clients.
         most_names = self._most_per_node or (2**19 if simulation else self._most_clients)
         deadline, seen, settled, enough = time.monotonic() + self._timeout, -1, 0.0, math.inf
-        told = 0.0
+        logged = 0.0
         while True:
             self._there = set(grid.get_node_ids())
             before = self._query.kind
             answers = self._query.ask(grid, self._there - set(self._hosted), most_names=most_names, until=deadline)
             if self._query.kind != before:
-                self._hosted.clear()  # answers of another kind of app
+                self._hosted.clear()  # these answers were read for another kind of app
             self._note(answers)
             names = self._names_there() if simulation else self._admitted([])
             count, now = len(names), time.monotonic()
             if count >= self._num_clients:
                 enough = min(enough, now)
-                # Others that were asked are waited for a little: then all clients of a start are there from the first round.
+                # A short wait for nodes that have not answered yet, so that all clients of a start are in the first round.
                 if not self._query.silent or (not simulation and now > enough + _SETTLED_SECONDS):
                     return
             elif (reason := self._none_fits()) is not None:
                 raise ValueError(reason)
-            if count != seen or now >= told + _TOLD_SECONDS:
+            if count != seen or now >= logged + _TOLD_SECONDS:
                 settled = settled if count == seen else now
-                seen, told = count, now
+                seen, logged = count, now
                 self._tell(names, deadline - now)
-            # In a simulation all nodes are there from the start, a moment after the server.
+            # In a simulation all nodes connect at the start, a moment after the server.
             failing = len(self._query.failures)
             complete = self._hosted or failing if simulation else failing >= max(self._num_clients, len(self._there))
             waits = self._query.silent or self._query.retrying
@@ -183,7 +186,7 @@ class ClientManager:
             time.sleep(_POLL_SECONDS)
 
     def _tell(self, names: list[str], seconds_left: float) -> None:
-        """Log how many clients have registered; while some are missing, also which, and how long they are waited for."""
+        """Log how many clients have registered; while some are missing, also their names and the time left, in seconds."""
         registered = f"{len(names)} of {self._num_clients} clients registered"
         if len(names) >= self._num_clients:
             log.info("%s", registered)
@@ -197,19 +200,19 @@ class ClientManager:
         return sum(bool(self._names(node)) for node in self._there)
 
     def _names_there(self) -> list[str]:
-        """Return the names of all clients whose node is connected and can take part, each once."""
+        """Return the names of all clients on connected nodes that can take part, each once."""
         return sorted({name for node in self._there for name in self._names(node)})
 
     def _none_fits(self) -> str | None:
-        """Return why none of the connected nodes can take part, if all have answered and would be enough."""
-        answer = [self._hosted[node] for node in self._there if node in self._hosted]
-        reasons = [self._reason(one) for one in answer]
-        if self._query.silent or None in reasons or sum(len(one.names) for one in answer) < self._num_clients:
+        """Return why no connected node can take part, if all have answered and would be enough."""
+        answers = [self._hosted[node] for node in self._there if node in self._hosted]
+        reasons = [self._reason(answer) for answer in answers]
+        if self._query.silent or None in reasons or sum(len(answer.names) for answer in answers) < self._num_clients:
             return None
-        return self._reason(Hosted(names=(), methods=frozenset.intersection(*(one.methods for one in answer))))
+        return self._reason(HostedClients(names=(), methods=frozenset.intersection(*(answer.methods for answer in answers))))
 
-    def _reason(self, answer: Hosted) -> str | None:
-        """Return why a node can't take part, None if it can."""
+    def _reason(self, answer: HostedClients) -> str | None:
+        """Return why a node can't take part; None if it can."""
         return self._unfit(answer.methods) if self._query.hosting else None
 
     def _failures(self) -> str:
@@ -235,7 +238,7 @@ class ClientManager:
     def _first(self, grid: Grid) -> KnownClients:
         for node in self._there & set(self._hosted):
             if reason := self._reason(self._hosted[node]):
-                log.warning("node %s is not asked: %s", node, reason)
+                log.warning("Node %s gets no requests: %s", node, reason)
                 self._hosted[node] = _NOBODY
         names = self._names_there()
         if len(names) != self._num_clients and is_simulation(grid):
@@ -247,7 +250,7 @@ class ClientManager:
             raise RuntimeError(f"no client can train: {Counter(unable).most_common(1)[0][0]}")
         names = self._admitted([])
         if self._most_per_node is None:
-            # A node that comes later may name as many as the largest one has that takes part from the start.
+            # A later node may name as many clients as the largest node of the start.
             known = set(names)
             self._most_per_node = max(len(known & set(self._names(node))) for node in self._there)
         return self._placed(tuple(sorted(names)), {})
@@ -258,13 +261,13 @@ class ClientManager:
         there = set(grid.get_node_ids())
         if there == self._there and there <= set(self._hosted):
             return before
-        deadline, told = time.monotonic() + self._timeout, 0.0
+        deadline, logged = time.monotonic() + self._timeout, 0.0
         while not self._ask_new(grid, there, deadline, before.names):
             if (now := time.monotonic()) > deadline:
                 raise TimeoutError(f"no client is connected any more, and none has registered within {self._timeout:g} s")
-            if now >= told + _TOLD_SECONDS:
-                told = now
-                log.info("no client is connected; registration_timeout=%g: %.0f s left", self._timeout, deadline - now)
+            if now >= logged + _TOLD_SECONDS:
+                logged = now
+                log.info("No client is connected; registration_timeout=%g: %.0f s left", self._timeout, deadline - now)
             time.sleep(_POLL_SECONDS)
             there = set(grid.get_node_ids())
         known = set(before.names)
@@ -280,7 +283,7 @@ class ClientManager:
         return after
 
     def _ask_new(self, grid: Grid, there: set[int], deadline: float, known: Sequence[str]) -> bool:
-        """Ask nodes that are new, and wait a little for their answers; return whether any client is there that may take part."""
+        """Query new nodes, and wait a little for their answers; return whether any client is connected that may take part."""
         begun, most_names = time.monotonic(), self._most_per_node or self._num_clients
         new = there - set(self._hosted)
         until = min(deadline, begun + (_LATE_SECONDS if begun >= self._waits_from else _LOOK_SECONDS))
@@ -295,7 +298,7 @@ class ClientManager:
         for node, answer in answers.items():
             reason = self._reason(answer)
             if reason is not None:
-                log.warning("node %s is not asked: %s", node, reason)
+                log.warning("Node %s gets no requests: %s", node, reason)
                 self._hosted[node] = _NOBODY
         self._there = there
         admitted = set(self._admitted(list(known)))
@@ -303,40 +306,41 @@ class ClientManager:
 
     # Both
 
-    def _note(self, answers: dict[int, Hosted]) -> None:
-        """Keep answers of nodes; log which of them can't train.
+    def _note(self, answers: dict[int, HostedClients]) -> None:
+        """Store the answers of nodes; log which of them can't train.
 
-        Their clients stay in the population, and a cohort is drawn and paid for as if they could: what one node says changes
+        Their clients stay in the population, and cohorts are drawn and charged as if they could: the answer of one node changes
         nothing for the others.
         """
         self._hosted |= answers
         for node, answer in answers.items():
             if answer.unable:
-                text = "node %s can't train: %s; its %s clients send no update"
+                text = "Node %s can't train: %s; its %s clients send no update"
                 log.warning(text, node, answer.unable, len(answer.names), extra=SHOWN)
 
     def _admitted(self, known: list[str]) -> list[str]:
-        """Return the known names and those of connected nodes, as many as may take part: first nodes that name few clients."""
+        """Return the known names and those of connected nodes, up to the maximum."""
         names = dict.fromkeys(known)
+        # Nodes with few clients first, so that one node that names many cannot displace the others.
         for node in sorted(self._there, key=lambda node: (len(self._names(node)), node)):
             new = [name for name in self._names(node) if name not in names]
             if len(names) + len(new) <= self._most_clients:
                 names |= dict.fromkeys(new)
             elif node not in self._left_out:
                 self._left_out.add(node)
-                limit = f"{self._most_clients} (num_clients{' and most_newcomers' * self._newcomers})"
-                text = "%s clients of node %s are not asked: %s; with them there would be more than %s"
+                limit = f"{self._most_clients} (num_clients{' and max_new_clients' * self._newcomers})"
+                text = "%s clients of node %s get no requests: %s; with them there would be more than %s"
                 log.warning(text, len(new), node, _few(new)[1], limit)
         return list(names)
 
     def _placed(self, names: tuple[str, ...], before: dict[str, int | None]) -> KnownClients:
-        """Return these clients with their nodes; a client stays on its node while that is connected."""
+        """Return these clients with their nodes; a client stays on its node while that node is connected."""
         home = {name: node for name, node in before.items() if node in self._there}
         known = set(names)
         for node, answer in self._hosted.items():
             for name in answer.names if node in self._there else ():
                 if name in known and home.setdefault(name, node) != node:
-                    log.warning("client %r is hosted by nodes %s and %s: the first one is asked", name, home[name], node)
+                    log.warning("Client %r is hosted by nodes %s and %s: the first one gets its requests", name, home[name], node)
         hosts = [self._hosted[node].methods for node in self._there if self._names(node)]
         return KnownClients(
             names=names,

@@ -1,1 +1,1 @@
-"""Releases: what a round asks of its clients, the limits of their replies, what it costs, and the noise of the server."""
+"""Releases: the requests of a round, the limits of replies, the charges, and the server's noise."""

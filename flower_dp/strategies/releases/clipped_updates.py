@@ -8,19 +8,19 @@ from flower_dp.privacy import accounting
 from flower_dp.privacy.events import Relation
 from flower_dp.privacy.mechanisms import Gaussian
 from flower_dp.privacy.release import Release
-from flower_dp.strategies.releases.adaptive_clip import AdaptiveClip, MovingClip
+from flower_dp.strategies.releases.adaptive_clip import AdaptiveClip, ClipController
 from flower_dp.strategies.releases.masks import Masks
 from flower_dp.strategies.releases.noised_sum import NoisedSum, check_relation
-from flower_dp.strategies.releases.shared_noise import SharedNoise
+from flower_dp.strategies.releases.shared_noise import NoiseSharing
 
 _SEEN_BY = {
-    "central": "everyone who sees global models, the clients among them; the server is trusted",
+    "central": "everyone who sees global models, including the clients; the server is trusted",
     "distributed": (
-        "everyone who sees sums or global models, any single client among them; who adds up the messages is trusted not to look "
-        "at single ones"
+        "everyone who sees sums or global models, including any single client; the aggregator, which adds up the messages, is "
+        "trusted not to look at single ones"
     ),
 }
-# Of the drawn clients, how many must answer where nobody tops up the noise of the others.
+# The fraction of the selected clients that must reply if the server completes no noise.
 _MIN_REPLY_RATIO = 0.75
 
 
@@ -29,10 +29,10 @@ class ClippedUpdates:
     """The sum of client updates, each clipped to L2 norm `clip_norm`, with noise on the sum; `DPFedSAM` describes its arguments.
 
     Attributes:
-        masks: makes the mask that all clients of a round share; None for no mask.
+        masks: maker of the mask that all clients of a round share; None for no mask.
 
     Raises:
-        ValueError: for a value that makes no sense, naming field and value.
+        ValueError: if a value is invalid; the message names field and value.
     """
 
     clip_norm: float | AdaptiveClip
@@ -40,7 +40,7 @@ class ClippedUpdates:
     num_clients: int
     relation: Relation | None
     placement: str
-    trusted_server: bool
+    server_completes_noise: bool
     min_reply_ratio: float | None
     keep_ratio: float = 1.0
     quantization_levels: int | None = None
@@ -51,76 +51,74 @@ class ClippedUpdates:
         checks.integer("num_clients", self.num_clients, at_least=1)
         checks.one_of("placement", self.placement, tuple(_SEEN_BY))
         checks.number("keep_ratio", self.keep_ratio, above=0, at_most=1)
-        checks.flag("trusted_server", self.trusted_server)
+        checks.flag("server_completes_noise", self.server_completes_noise)
         if self.quantization_levels is not None:
             compression.check_levels(self.quantization_levels)
         if self.min_reply_ratio is not None:
             checks.number("min_reply_ratio", self.min_reply_ratio, above=0, at_most=1)
         central = self.placement == "central"
-        unsent = "under 'central' clients send updates without noise, and what is made of them is not private"
-        topped = (
-            "placement='distributed' and trusted_server=False only; else the server adds the noise of clients that do not answer"
-        )
+        unsent = "under 'central' clients send updates without noise, and a function of them is not private"
+        topped = "placement='distributed' and server_completes_noise=False only; else the server adds all shares that a sum lacks"
         for name, unread, why in (
             ("quantization_levels", central, f"placement='distributed' only; {unsent}"),
-            ("min_reply_ratio", central or self.trusted_server, topped),
+            ("min_reply_ratio", central or self.server_completes_noise, topped),
         ):
             if unread and (value := getattr(self, name)) is not None:
                 raise checks.refusal(name, value, f"is read with {why}")
-        if central and not self.trusted_server:
+        if central and not self.server_completes_noise:
             why = "is read with placement='distributed' only; under 'central' the server is trusted"
-            raise checks.refusal("trusted_server", False, why)
-        if isinstance(self.clip_norm, AdaptiveClip) and self.lossy_messages:
+            raise checks.refusal("server_completes_noise", False, why)
+        if isinstance(self.clip_norm, AdaptiveClip) and self.compresses_noised_updates:
             raise checks.refusal(
                 "clip_norm",
                 self.clip_norm,
-                f"does not go with keep_ratio={self.keep_ratio:g} and "
+                f"does not work with keep_ratio={self.keep_ratio:g} and "
                 f"quantization_levels={self.quantization_levels} under placement='distributed': clients would drop or coarsen "
                 "the coordinate by which the clip norm moves; use placement='central', or a fixed clip norm",
             )
 
     @property
-    def lossy_messages(self) -> bool:
-        """Whether clients send the largest coordinates or the levels of their own noised updates."""
+    def compresses_noised_updates(self) -> bool:
+        """Whether every client sends only the largest coordinates, or the quantization levels, of its own noised update."""
         return self.placement == "distributed" and (self.keep_ratio < 1 or self.quantization_levels is not None)
 
-    def shared(self, noise_multiplier: float, clip_norm: float = 1.0) -> SharedNoise:
-        """Return the release with this noise, and who draws which part of it.
+    def shared(self, noise_multiplier: float, clip_norm: float = 1.0) -> NoiseSharing:
+        """Return the release with this noise multiplier, and the split of its noise.
 
         Raises:
-            ValueError: for a sampler that is not accounted under the neighbouring relation.
+            ValueError: for a sampler that is not accounted under the neighboring relation.
         """
         default: Relation = "replace-one" if isinstance(self.sampling, FixedSizeSampling) else "add-or-remove-one"
-        relation = accounting.relation_of(self.relation) if self.relation else default
+        relation = accounting.parse_relation(self.relation) if self.relation else default
         check_relation(relation, self.sampling, self.num_clients)
         release = Release(
-            what="the noised sum of clipped client updates, and every model made from it",
-            seen_by=_SEEN_BY[self.placement],
+            description="the noised sum of clipped client updates, and every model made from it",
+            visible_to=_SEEN_BY[self.placement],
             unit="client",
             relation=relation,
             clip_norm=clip_norm,
             mechanism=Gaussian(noise_multiplier=noise_multiplier),
             sampler=self.sampling,
-            num_clients=self.num_clients,
+            num_units=self.num_clients,
         )
-        return SharedNoise(
+        return NoiseSharing(
             release=release,
             placement=self.placement,
-            trusted_server=self.trusted_server,
+            server_completes_noise=self.server_completes_noise,
             min_reply_ratio=_MIN_REPLY_RATIO if self.min_reply_ratio is None else self.min_reply_ratio,
-            lossy_messages=self.lossy_messages,
+            compresses_noised_updates=self.compresses_noised_updates,
         )
 
-    def release(self, name: str, noise_multiplier: float) -> tuple[NoisedSum, SharedNoise]:
-        """Return the release of the method of this name on the wire with this noise, and that noise."""
+    def release(self, name: str, noise_multiplier: float) -> tuple[NoisedSum, NoiseSharing]:
+        """Return the release of the method with this name on the wire and this noise multiplier, and its noise."""
         shared, moving = self.shared(noise_multiplier), None
         if isinstance(self.clip_norm, AdaptiveClip):
-            multiplier, cohort = shared.release.mechanism.noise_multiplier, shared.release.expected_cohort
-            moving = MovingClip(of=self.clip_norm, noise_multiplier=multiplier, expected_cohort=cohort)
-            norm = moving.indicator(self.clip_norm.smallest).joint_norm
+            multiplier, cohort = shared.release.mechanism.noise_multiplier, shared.release.expected_cohort_size
+            moving = ClipController(of=self.clip_norm, noise_multiplier=multiplier, expected_cohort_size=cohort)
+            norm = moving.indicator(self.clip_norm.min_clip_norm).joint_norm
         else:
             norm = checks.number("clip_norm", self.clip_norm, above=0)
-        drawn = shared.at(norm)
+        drawn = shared.with_clip_norm(norm)
         training = NoisedSum(
             name=name,
             noise=drawn,

@@ -1,12 +1,12 @@
-"""What ends a round without a new model."""
+"""The exception that ends a round without a new model."""
 
 
-class RoundLeftOut(Exception):  # noqa: N818 (nothing went wrong in the program)
-    """A round that was charged does not change the model; the text has the reason.
+class RoundDiscarded(Exception):  # noqa: N818 (nothing went wrong in the program)
+    """The end of a round that was charged and does not change the model; the text has the reason.
 
     Args:
-        reason: in words.
-        in_vain: how many clients were asked, as the plan says, if the noised number of those who answered looks like none.
+        reason: the reason, as text.
+        in_vain: expected cohort size, if the noised number of clients that replied looks like zero; else 0.
     """
 
     def __init__(self, reason: str, *, in_vain: int = 0) -> None:

@@ -1,4 +1,4 @@
-"""The limits that a server enforces on the replies to what it has asked."""
+"""The limits that a server enforces on replies."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -10,26 +10,25 @@ from flower_dp.core.clipping import clip_l2, l2_norms
 
 # The largest allowed ratio of a reply's norm to the largest norm of an honest reply.
 HONEST_NORMS = 2.0
-# Entries of a vector that are added up at once: their copies stay in the cache.
+# Entries of a vector that are added up at once, so that their copies stay in the CPU's cache.
 _BLOCK = 2**15
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
-    """The limits of the replies to one ask.
+class ReplyLimits:
+    """The limits of the replies to one request.
 
     Attributes:
-        length: of the vectors that are added up.
+        length: length of the vectors that are added up.
         mask: indices [k] of the coordinates that clients were told to send; None for all.
-        clip_norm: L2 bound on the vector of one client, which the server enforces by clipping; None where vectors carry their
-            own noise, so that only the client can have clipped.
-        honest_indicator: where the last entry of a vector adds up indicators: the largest magnitude that it has for these
-            clients, but for noise of a probability below 1e-20; None where there is none. `clip_norm` bounds the other entries.
-        step: of the lattice to which the server rounds what it adds up: clipped vectors toward zero, others, which honest clients
-            have rounded already, to the nearest multiple. So the sum is exact, and its last bits tell of no single row; 0 for
-            none.
-        honest_norm: where clients add noise: an L2 norm that the sum of these clients' honest rows exceeds with a probability
-            below 1e-20. A reply of more than twice that is refused.
+        clip_norm: L2 bound on the vector of one client, which the server enforces by clipping. None if vectors carry their own
+            noise, so that only the client can have clipped.
+        honest_indicator: largest magnitude of the last entry, the sum of the indicators of these clients; exceeded with a
+            probability below 1e-20. None without indicators. `clip_norm` bounds the other entries.
+        step: lattice step to which the server rounds: clipped vectors toward zero, others, which honest clients have rounded
+            already, to the nearest multiple. So the sum is exact, and its last bits tell of no single row. 0: no lattice.
+        honest_norm: L2 norm that the sum of these clients' honest rows exceeds with a probability below 1e-20, if clients add
+            noise. The server refuses a reply of more than twice that norm.
     """
 
     length: int
@@ -40,37 +39,37 @@ class Limits:
     honest_norm: Callable[[Sequence[str]], float]
 
     def add(self, total: np.ndarray, vector: np.ndarray, clients: Sequence[str], *, rest: np.ndarray | None = None) -> None:
-        """Add the sum [length] of some clients' vectors as it counts: masked, clipped and rounded.
+        """Add the sum [length] of some clients' vectors, masked, clipped and rounded.
 
         Args:
-            total: a float64 sum [length].
-            vector: what is added.
-            clients: whose vectors it is the sum of.
-            rest: where there is no lattice: what `total` lacks for its rounding, so that the order of vectors does not matter.
+            total: a float64 sum [length], changed in place.
+            vector: the vector to add.
+            clients: names of the clients whose vectors it is the sum of.
+            rest: rounding errors of `total`, changed in place, so that the order of vectors does not matter; None on a lattice.
 
         Raises:
-            ValueError: if it is not finite, or longer than that of honest clients; nothing is added then.
+            ValueError: if the vector is not finite, or longer than that of honest clients; nothing is added then.
         """
         vector = self._checked(vector, clients)
         for start in range(0, self.length, _BLOCK):
             block = slice(start, start + _BLOCK)
             if self.clip_norm is not None:
-                part = noise.toward_zero(vector[block], self.step)
+                part = noise.round_toward_zero(vector[block], self.step)
             else:
-                part = noise.nearest(np.asarray(vector[block], np.float64), self.step)
+                part = noise.round_to_nearest(np.asarray(vector[block], np.float64), self.step)
             if rest is not None:
                 rest[block] += _lost(total[block], np.asarray(part, np.float64))
             total[block] += part
 
     def _checked(self, vector: np.ndarray, clients: Sequence[str]) -> np.ndarray:
-        """Return the vector as it counts, before it is rounded."""
+        """Return the vector masked and clipped, before it is rounded."""
         if self.mask is not None:
             kept, vector = vector[self.mask], np.zeros_like(vector)
             vector[self.mask] = kept
         if not np.isfinite(vector).all():
             raise ValueError("update has NaN or infinite entries")
         if self.clip_norm is not None:
-            # Clients are not trusted to have clipped. A node's sum of n clipped vectors is at most n clip norms long.
+            # Clients are not trusted to have clipped. A node's sum of n clipped vectors has norm at most n clip norms.
             return self._clipped(vector, clients, len(clients) * self.clip_norm)
         if (norm := float(l2_norms(vector))) > HONEST_NORMS * self.honest_norm(clients):
             raise ValueError(f"update has norm {norm:.3g}: more than {HONEST_NORMS:g} times that of any honest one")
@@ -88,11 +87,12 @@ class Limits:
 
 def _clipped(vector: np.ndarray, bound: float) -> np.ndarray:
     """Return the vector with an L2 norm of at most the bound; unchanged if its norm is within the bound."""
+    # `1 - 2**-40` covers the rounding of the norm. A shorter vector stays bit-identical, so it stays on the lattice.
     return vector if float(l2_norms(vector)) <= bound * (1 - 2.0**-40) else clip_l2(vector, bound)
 
 
-def _lost(one: np.ndarray, other: np.ndarray) -> np.ndarray:
-    """Return what the float64 sum of two vectors lacks, exactly (Knuth's TwoSum)."""
-    both = one + other
-    added = both - one
-    return np.asarray((one - (both - added)) + (other - added))
+def _lost(first: np.ndarray, second: np.ndarray) -> np.ndarray:
+    """Return the exact rounding error of the float64 sum of two vectors (Knuth's TwoSum)."""
+    both = first + second
+    added = both - first
+    return np.asarray((first - (both - added)) + (second - added))

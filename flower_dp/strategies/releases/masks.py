@@ -1,4 +1,4 @@
-"""The masks of a run's rounds, made of public numbers: random ones, and the largest coordinates of what was released last."""
+"""The masks of a run's rounds, made of public numbers: random ones, and the largest coordinates of the last release."""
 
 import secrets
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ class RandomMasks:
     """A new random mask for every round (Hu et al. 2024: rand_k).
 
     Attributes:
-        keep_ratio: part of the coordinates that is kept (paper: p = k / d).
+        keep_ratio: fraction of the coordinates that is kept, in (0, 1] (paper: p = k / d).
     """
 
     keep_ratio: float
@@ -27,23 +27,23 @@ class RandomMasks:
         """Return a mask drawn from a new seed.
 
         Args:
-            length: of the vector.
-            released: the noised mean [length] that was released last; None before any was. No other number of clients' data.
+            length: length of the vector.
+            released: the last released noised mean [length]; None before any. No other number of clients' data.
         """
         return RoundMask(seed=secrets.randbits(63), keep_ratio=self.keep_ratio)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LargestMasks:
-    """The largest coordinates of what was released last, and some random ones (after Hu et al. 2024: top_k).
+    """The largest coordinates of the last release, and some random ones (after Hu et al. 2024: top_k).
 
-    A masked round changes nothing beside its mask. With the largest coordinates alone the first mask would stay for ever: so a
-    part of every mask is drawn among the coordinates that it does not keep otherwise. The first mask is all random. A mask is
-    post-processing of releases that are paid for, and costs nothing.
+    A masked round changes only coordinates in its mask. With the largest coordinates alone the first mask would stay for ever, so
+    a part of every mask is drawn among the other coordinates. The first mask is all random. A mask is post-processing of releases
+    that were charged, and costs nothing.
 
     Attributes:
-        keep_ratio: part of the coordinates that is kept.
-        random_ratio: part of the kept coordinates that is random, in (0, 1].
+        keep_ratio: fraction of the coordinates that is kept, in (0, 1].
+        random_ratio: random fraction of the kept coordinates, in (0, 1].
 
     Example:
         >>> import numpy as np

@@ -1,4 +1,4 @@
-"""The noise of one sum of client updates: who draws which part of it, and what that costs."""
+"""The noise of one sum of client updates: its split between server and clients, and its charges."""
 
 from __future__ import annotations
 
@@ -9,22 +9,23 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from flower_dp.core import dp, noise
+from flower_dp.core import dp_events, noise
 from flower_dp.core.noise import Generator, gaussian_share
 from flower_dp.core.sampling import FixedSizeSampling, FullSampling, RoundRobinSampling
 from flower_dp.privacy.mechanisms import Gaussian
 from flower_dp.privacy.release import Release
-from flower_dp.strategies.releases.left_out import RoundLeftOut
+from flower_dp.strategies.releases.left_out import RoundDiscarded
 
 
 class Noise(Protocol):
-    """Who draws which part of a sum's noise, and what it costs.
+    """The noise of a sum: its split between server and clients, and its charges.
 
     Attributes:
         release: the noised sum.
         placement: `central` or `distributed`.
-        lossy_messages: whether what a client sends is no part of the noised sum.
-        secret_cohort: whether the epsilon counts on nobody knowing who takes part in a round.
+        compresses_noised_updates: whether clients compress their noised updates, so that the messages do not add up to the
+            noised sum.
+        cohort_is_secret: whether the epsilon holds only if nobody knows who takes part in a round.
     """
 
     @property
@@ -32,211 +33,213 @@ class Noise(Protocol):
     @property
     def placement(self) -> str: ...  # noqa: D102
     @property
-    def lossy_messages(self) -> bool: ...  # noqa: D102
+    def compresses_noised_updates(self) -> bool: ...  # noqa: D102
     @property
-    def secret_cohort(self) -> bool: ...  # noqa: D102
+    def cohort_is_secret(self) -> bool: ...  # noqa: D102
 
-    def at(self, clip_norm: float) -> Noise:
+    def with_clip_norm(self, clip_norm: float) -> Noise:
         """Return the same noise around another clip norm; its multiplier and its cost stay."""
 
-    def share(self, cohort_size: int) -> float:
+    def share_std(self, cohort_size: int) -> float:
         """Return the std of the noise that each of a cohort's clients adds to its own update."""
 
-    def events(self, number: int, cohort_size: int) -> Mapping[str, dp.DpEvent]:
-        """Return what a round costs, as any single client ("") and as "outsiders" see it; number 1, 2, ... of its charges.
+    def events(self, number: int, cohort_size: int) -> Mapping[str, dp_events.DpEvent]:
+        """Return the event of charge `number` (from 1) by view: that of any single client (""), and of "outsiders".
 
-        Noise that is correlated over rounds may have one event of the run at number 1, and `NoOpDpEvent` later.
+        Noise that is correlated over rounds may have one event for the whole run at number 1, and `NoOpDpEvent` later.
         """
 
     def begin(self, state: Any, number: int, length: int, rng: Generator) -> tuple[Any, Any]:
-        """Return what is drawn before the replies, for this round alone, and the next state of the noise.
+        """Return the noise that is drawn before the replies, for this round alone, and the next state of the noise.
 
-        The state is None for noise that is independent from round to round. Any other is secret, and on the disk before a message
-        of the round leaves, so that no crash has noise drawn twice.
+        The state is None for noise that is independent from round to round. Any other state is secret, and is on the disk before
+        a message of the round leaves, so that no crash lets noise be drawn twice.
 
         Args:
-            state: of the noise; None before the first round.
-            number: 1, 2, ... of the release's charges.
-            length: of the noised vector.
-            rng: fresh, for this round.
+            state: state of the noise; None before the first round.
+            number: number of the release's charge, from 1.
+            length: length of the noised vector.
+            rng: new generator for this round.
         """
 
     def add(self, total: np.ndarray, begun: Any, *, step: float, num_replies: int, cohort_size: int, rng: Generator) -> None:
         """Add the server's part of the noise to the sum of the replies, in place.
 
         Raises:
-            RoundLeftOut: if too few or too many clients answered for the noise that was charged.
+            RoundDiscarded: if too few or too many clients replied for the noise that was charged.
         """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SharedNoise:
-    """Who draws which part of a release's Gaussian noise, and what that protects against whom.
+class NoiseSharing:
+    """The split of a release's Gaussian noise between server and clients, and the resulting protection by adversary.
 
     Under `central` placement the server draws all of it. Under `distributed` placement every client adds a share to its own
-    update; the shares of the clients that answer add up to the noise of the release.
+    update; the shares of the clients that reply, and any that the server adds, make up the noise of the release.
 
     Attributes:
         release: the noised sum.
         placement: `central` or `distributed`.
-        trusted_server: whether the server adds the shares of clients that do not answer. If not, shares are sized for the fewest
-            clients that may answer, and sampling lowers no cost.
-        min_reply_ratio: without a trusted server, part of the drawn clients that must answer.
-        lossy_messages: whether every client sends the largest coordinates or the levels of its own noised update: then the sum
-            of messages is no function of the noised sum, and each client's own share alone protects it.
+        server_completes_noise: whether the server adds every share that a round's sum lacks (never if messages are compressed).
+            If not, shares are sized for the fewest replies allowed, and the accounting claims no amplification by sampling.
+        min_reply_ratio: if the server does not complete the noise, the fraction of the selected clients that must reply.
+        compresses_noised_updates: whether every client sends the largest coordinates or the levels of its own noised update.
+            Then the sum of messages is no function of the noised sum, and each client's own share alone protects it.
 
     Example:
         >>> from flower_dp.core.sampling import FullSampling
         >>> release = Release(
-        ...     what="the noised sum of clipped updates",
-        ...     seen_by="everyone who sees global models",
+        ...     description="the noised sum of clipped updates",
+        ...     visible_to="everyone who sees global models",
         ...     unit="client",
         ...     relation="add-or-remove-one",
         ...     clip_norm=0.5,
         ...     mechanism=Gaussian(noise_multiplier=2.0),
         ...     sampler=FullSampling(),
-        ...     num_clients=100,
+        ...     num_units=100,
         ... )
-        >>> shared = SharedNoise(release=release, placement="distributed", trusted_server=True, min_reply_ratio=1.0)
-        >>> shared.share(100), round(shared.server_std(75), 3)
+        >>> shared = NoiseSharing(release=release, placement="distributed", server_completes_noise=True, min_reply_ratio=1.0)
+        >>> shared.share_std(100), round(shared.server_std(75), 3)
         (0.1, 0.5)
     """
 
     release: Release
     placement: str
-    trusted_server: bool
+    server_completes_noise: bool
     min_reply_ratio: float
-    lossy_messages: bool = False
+    compresses_noised_updates: bool = False
 
-    def at(self, clip_norm: float) -> SharedNoise:
+    def with_clip_norm(self, clip_norm: float) -> NoiseSharing:
         """Return the same noise around another clip norm; its multiplier and its cost stay."""
         return self if clip_norm == self.release.clip_norm else replace(self, release=replace(self.release, clip_norm=clip_norm))
 
     # Who draws what
 
     @property
-    def most_shares(self) -> int:
-        """How many shares make up the noise of the sum: as many as there can ever be clients in a round.
+    def total_shares(self) -> int:
+        """The number of shares that make up the noise of the sum: the maximum cohort size.
 
-        A public number: shares by the number of clients that were drawn would tell each of them how many there are.
+        It is a public number. Shares sized by the number of selected clients would reveal that number to each of them.
         """
-        return self.release.sampler.largest_cohort(self.release.num_clients)
+        return self.release.sampler.max_cohort_size(self.release.num_units)
 
-    def fewest(self, cohort_size: int) -> int:
-        """Return how many of the drawn clients must answer where nobody adds the shares of the others.
+    def min_replies(self, cohort_size: int) -> int:
+        """Return how many of the selected clients must reply if the server adds no shares.
 
-        Where every cohort is as large as any other, that number decides: those who are not connected are no fewer shares, which
-        would cost more than was planned.
+        If all cohorts have the same size, use that size. Disconnected clients do not reduce the number of shares: the round would
+        cost more than planned.
         """
-        drawn = min(cohort_size, self.most_shares) if self.release.sampler.secret_size else self.most_shares
+        drawn = min(cohort_size, self.total_shares) if self.release.sampler.cohort_size_is_secret else self.total_shares
+        # `- 1e-9` undoes float rounding: 0.55 x 100 = 55.00000000000001 would demand 56 replies.
         return max(1, math.ceil(self.min_reply_ratio * drawn - 1e-9))
 
     def shares(self, cohort_size: int) -> int:
-        """Return how many shares make up the noise of a round."""
-        return self.most_shares if self.trusted_server else self.fewest(cohort_size)
+        """Return the number of shares that make up the noise of a round."""
+        return self.total_shares if self.server_completes_noise else self.min_replies(cohort_size)
 
-    def share(self, cohort_size: int) -> float:
+    def share_std(self, cohort_size: int) -> float:
         """Return the std of the noise that each of a cohort's clients adds to its own update."""
         if self.placement == "central":
             return 0.0
-        if self.lossy_messages:
-            return gaussian_share(self.release.noise_scale, max(1, math.ceil(self.release.expected_cohort)))
+        if self.compresses_noised_updates:
+            return gaussian_share(self.release.noise_scale, max(1, math.ceil(self.release.expected_cohort_size)))
         return gaussian_share(self.release.noise_scale, self.shares(cohort_size))
 
     @property
-    def smallest_share(self) -> float:
-        """Std of the least noise that a client is ever asked to add itself: 0 where the server adds it."""
-        return self.share(self.most_shares)
+    def min_share_std(self) -> float:
+        """The lowest std of the noise that a client adds itself in any round: 0 if the server adds all noise."""
+        return self.share_std(self.total_shares)
 
     def server_std(self, num_replies: int) -> float:
         """Return the std of the noise that the server adds to the sum of `num_replies` updates."""
         if self.placement == "central":
             return self.release.noise_scale
-        if self.cohort_shows:
+        if self.reveals_cohort:
             return 0.0
-        shares = self.most_shares
-        # `too_many` refuses more replies than shares: with them the noise would grow with the cohort, and tell its size.
+        shares = self.total_shares
+        # Never the root of a negative number: `above_max_replies` refuses more replies than shares, whose noise would grow with
+        # the cohort and reveal its size.
         return self.release.noise_scale * math.sqrt((shares - num_replies) / shares)
 
-    def too_few(self, num_replies: int, cohort_size: int) -> bool:
-        """Return whether these replies have less noise than the release that was charged."""
-        return self.placement == "distributed" and not self.trusted_server and num_replies < self.fewest(cohort_size)
+    def below_min_replies(self, num_replies: int, cohort_size: int) -> bool:
+        """Return whether these replies hold less noise than the release that was charged."""
+        return self.placement == "distributed" and not self.server_completes_noise and num_replies < self.min_replies(cohort_size)
 
-    def too_many(self, num_replies: int) -> bool:
-        """Return whether these replies have more noise than the release: its variance would tell how many clients replied."""
-        return self.placement == "distributed" and not self.cohort_shows and num_replies > self.most_shares
+    def above_max_replies(self, num_replies: int) -> bool:
+        """Return whether these replies hold more noise than the release: its variance would reveal how many clients replied."""
+        return self.placement == "distributed" and not self.reveals_cohort and num_replies > self.total_shares
 
     def begin(self, state: Any, number: int, length: int, rng: Generator) -> tuple[Any, Any]:
-        """Return nothing: the noise of every round is drawn afresh."""
+        """Return no noise and no state: the noise of every round is independent."""
         return None, None
 
     def add(self, total: np.ndarray, begun: Any, *, step: float, num_replies: int, cohort_size: int, rng: Generator) -> None:
-        """Add the noise that the shares in the sum lack, on the lattice, in place.
+        """Add every noise share that the sum lacks, on the lattice, in place.
 
         Raises:
-            RoundLeftOut: if too few or too many clients answered for the noise that was charged.
+            RoundDiscarded: if too few or too many clients replied for the noise that was charged.
         """
-        if self.too_few(num_replies, cohort_size):
-            raise RoundLeftOut(f"{num_replies} of {cohort_size} clients answered, too few for the noise that was charged")
-        if self.too_many(num_replies):
-            raise RoundLeftOut(
-                f"{num_replies} clients answered, and the noise has {self.most_shares} shares: it would tell how many"
+        if self.below_min_replies(num_replies, cohort_size):
+            raise RoundDiscarded(f"{num_replies} of {cohort_size} clients answered, too few for the noise that was charged")
+        if self.above_max_replies(num_replies):
+            raise RoundDiscarded(
+                f"{num_replies} clients answered, and the noise has {self.total_shares} shares: it would reveal how many"
             )
         total += noise.gaussian(total, self.server_std(num_replies), step, rng)
 
-    # What it protects
+    # The protection
 
-    def events(self, number: int, cohort_size: int) -> dict[str, dp.DpEvent]:
-        """Return what a round costs, as any single client and as those who are no clients see it."""
-        inside = self.without_one_of(self.shares(cohort_size))
-        return {"": inside.event(number), "outsiders": self.outside.event(number)}
+    def events(self, number: int, cohort_size: int) -> dict[str, dp_events.DpEvent]:
+        """Return the event of a round against any single client, and against outsiders."""
+        inside = self.without_own_share(self.shares(cohort_size))
+        return {"": inside.event(number), "outsiders": self.release_to_outsiders.event(number)}
 
     @property
-    def cohort_shows(self) -> bool:
+    def reveals_cohort(self) -> bool:
         """Whether the release reveals the cohort, which voids amplification by sampling.
 
-        It does by what each client makes of its own noised update, or by a noise that depends on how many clients answered.
+        It does if each client compresses its own noised update, or if the noise depends on how many clients replied.
         """
-        return self.lossy_messages or (self.placement == "distributed" and not self.trusted_server)
+        return self.compresses_noised_updates or (self.placement == "distributed" and not self.server_completes_noise)
 
     @property
-    def secret_cohort(self) -> bool:
-        """Whether the epsilon counts on nobody knowing who takes part in a round; with a sampler of a user's own it may."""
-        sampler, num_clients = self.release.sampler, self.release.num_clients
-        everybody = type(sampler) is FixedSizeSampling and sampler.largest_cohort(num_clients) == num_clients
-        return not (self.cohort_shows or everybody or type(sampler) in (FullSampling, RoundRobinSampling))
+    def cohort_is_secret(self) -> bool:
+        """Whether the epsilon holds only if nobody knows who takes part in a round; assumed for a user's own sampler."""
+        sampler, num_clients = self.release.sampler, self.release.num_units
+        everybody = type(sampler) is FixedSizeSampling and sampler.max_cohort_size(num_clients) == num_clients
+        return not (self.reveals_cohort or everybody or type(sampler) in (FullSampling, RoundRobinSampling))
 
     @property
-    def shares_vary(self) -> bool:
+    def num_shares_varies(self) -> bool:
         """Whether the number of shares, and so the charge, depends on the cohort that is drawn."""
-        return self.placement == "distributed" and not self.trusted_server and self.release.sampler.secret_size
+        return self.placement == "distributed" and not self.server_completes_noise and self.release.sampler.cohort_size_is_secret
 
     @property
-    def outside(self) -> Release:
-        """The release as those who are no clients see it: with all its noise."""
+    def release_to_outsiders(self) -> Release:
+        """The release as outsiders see it: with all its noise."""
         release = self.release
-        if self.cohort_shows and not isinstance(release.sampler, RoundRobinSampling):
-            # A client that is not drawn can be told from one whose update is zero: no amplification by sampling.
+        if self.reveals_cohort and not isinstance(release.sampler, RoundRobinSampling):
+            # An unselected client can be distinguished from one whose update is zero: no amplification by sampling.
             release = replace(release, sampler=FullSampling())
-        if self.lossy_messages:
-            # A sum of such messages is no function of the noised sum: only the client's own share of noise protects it.
-            release = replace(release, mechanism=Gaussian(noise_multiplier=self.share(0) / release.clip_norm))
+        if self.compresses_noised_updates:
+            # The sum of such messages is no function of the noised sum: only the client's own noise share protects it.
+            release = replace(release, mechanism=Gaussian(noise_multiplier=self.share_std(0) / release.clip_norm))
         return release
 
     @property
-    def charged(self) -> Release:
-        """The release that the ledger charges, at most: what can be proved of what any single client sees."""
-        # Two shares are the worst case: of one alone, the client who knows it is the only one in the sum.
-        return self.without_one_of(2 if self.shares_vary else self.shares(self.most_shares))
+    def release_to_participants(self) -> Release:
+        """The most that the ledger charges for a round: the release as any single client sees it, as far as can be proved."""
+        # Two shares are the worst case: if there is only one share, the client who knows it is the only one in the sum.
+        return self.without_own_share(2 if self.num_shares_varies else self.shares(self.total_shares))
 
-    def without_one_of(self, shares: int) -> Release:
-        """Return the release as one of its own clients sees it, who knows its own share of the noise and subtracts it.
+    def without_own_share(self, shares: int) -> Release:
+        """Return the release against one of its own clients, which knows its own noise share and subtracts it.
 
         Args:
-            shares: how many shares make up the noise of the release.
+            shares: number of shares that make up the noise of the release.
         """
-        release = self.outside
-        if self.placement == "central" or self.lossy_messages or shares <= 1:
+        release = self.release_to_outsiders
+        if self.placement == "central" or self.compresses_noised_updates or shares <= 1:
             return release
         left = release.mechanism.noise_multiplier * math.sqrt((shares - 1) / shares)
         return replace(release, mechanism=Gaussian(noise_multiplier=left))

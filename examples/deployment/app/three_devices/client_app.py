@@ -1,4 +1,4 @@
-"""A device: its records, its budget and its ledger are its own, named in its node-config."""
+"""A device, with its own records, budget and ledger, which its node-config names."""
 
 from flwr.app import Context
 

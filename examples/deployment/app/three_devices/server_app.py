@@ -1,4 +1,4 @@
-"""The server: runs FedSGD-DPC with three devices, tests on public records, and keeps a run folder from which a run goes on."""
+"""The server: runs FedSGD-DPC with three devices, tests on public records, and keeps a run folder to resume from."""
 
 import torch
 from flwr.app import ArrayRecord, Context, MetricRecord
@@ -38,7 +38,7 @@ def main(grid: Grid, context: Context) -> None:
         with torch.inference_mode():
             return MetricRecord({"accuracy": (model(inputs).argmax(1) == targets).float().mean().item()})
 
-    # Charges and checkpoints are in the folder before a message leaves: a run that is killed goes on with resume=true.
+    # Charges are stored in the folder before a message leaves, so a killed run can be resumed with resume=true.
     record_run(
         strategy,
         grid,

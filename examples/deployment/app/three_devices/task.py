@@ -1,4 +1,4 @@
-"""What server and devices share: the model and the file format."""
+"""The model and the file format that server and devices share."""
 
 import numpy as np
 import torch
@@ -19,5 +19,5 @@ def read(path: str) -> tuple[torch.Tensor, torch.Tensor]:
     """Return measurements [n, 8], float32, and diagnoses [n], int64, of a CSV file."""
     rows = np.loadtxt(path, delimiter=",", skiprows=1, dtype=np.float32, ndmin=2)
     if rows.shape[1] != NUM_FEATURES + 1:
-        raise ValueError(f"{path}: has {rows.shape[1]} columns: must be {NUM_FEATURES} measurements and a diagnosis")
+        raise ValueError(f"{path}: has {rows.shape[1]} columns; must be {NUM_FEATURES} measurements and a diagnosis")
     return torch.from_numpy(rows[:, :-1].copy()), torch.from_numpy(rows[:, -1].astype(np.int64))

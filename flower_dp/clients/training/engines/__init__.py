@@ -21,14 +21,14 @@ from flower_dp.clients.training.records import Records
 from flower_dp.clients.training.regularizers import LUS
 from flower_dp.core import checks
 
-__all__ = ["ENGINES", "local_updates", "num_slots", "quicker_engine"]
+__all__ = ["ENGINES", "choose_engine", "local_updates", "num_slots"]
 ENGINES = ("one_by_one", "batched")
 
 
-def quicker_engine(module: nn.Module, device: torch.device) -> str:
-    """Return the engine that trains many clients of a simulation in less time: by layers and device, never by data.
+def choose_engine(module: nn.Module, device: torch.device) -> str:
+    """Return the faster engine for many clients of a simulation, by layers and device, never by data.
 
-    Convolutions on a processor gain nothing from groups, and clients of a group wait for the one with the most records.
+    Convolutions on a CPU gain nothing from groups, and clients of a group wait for the one with the most records.
     """
     convolves = any(isinstance(layer, _ConvNd) for layer in module.modules())
     return "one_by_one" if convolves and not is_accelerator(device) else "batched"
@@ -51,15 +51,15 @@ def local_updates(
     If a client's training fails, its error is yielded instead of its row. It affects no other client's row.
 
     Args:
-        vector: the global model [d], float32, on the device where rows are needed: the model's, or the CPU.
-        clients: each client's records.
-        training: the recipe; its sparsifier has the last word on every row.
-        model: where to train; its weights are overwritten, its buffers are restored afterwards.
-        server_round: 1, 2, ...
-        seeds: one seed a client, for the order of its records and for all else that is drawn.
-        losses: receives the mean training loss of every client that trained, before its row is yielded.
+        vector: global model [d], float32, on the device of the rows: the model's, or the CPU.
+        clients: records of each client.
+        training: recipe of local training; its sparsifier is applied last to every row.
+        model: model to train; its weights are overwritten, its buffers are restored afterwards.
+        server_round: round number, from 1.
+        seeds: one seed per client, for the order of its records and for all other draws.
+        losses: list that receives the mean training loss of every client that trained, before its row is yielded.
         engine: "one_by_one", or "batched" in a simulation.
-        group_size: how many clients the batched engine trains at once on a GPU; see `num_slots`.
+        group_size: number of clients that the batched engine trains at once on a GPU; see `num_slots`.
 
     Raises:
         ValueError: for an unknown engine, a group size below 1, or if the numbers of seeds and clients differ.
@@ -68,7 +68,7 @@ def local_updates(
     if group_size is not None:
         checks.integer("group_size", group_size, at_least=1)
     if len(seeds) != len(clients):
-        raise ValueError(f"seeds: {len(seeds)} for {len(clients)} clients")
+        raise ValueError(f"seeds: {len(seeds)} for {len(clients)} clients: must be one for each")
     if engine == "batched":
         slots = num_slots(model.layout.size, model.device, group_size)
         trained = Trainer(
@@ -82,7 +82,7 @@ def local_updates(
         ).results()
     else:
         pairs = zip(clients, seeds, strict=True)
-        trained = (train_one(vector, one, training, model=model, server_round=server_round, seed=seed) for one, seed in pairs)
+        trained = (train_one(vector, data, training, model=model, server_round=server_round, seed=seed) for data, seed in pairs)
     return _rows(trained, training.sparsifier, losses)
 
 

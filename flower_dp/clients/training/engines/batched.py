@@ -1,9 +1,9 @@
 """Training of groups of clients at once, for simulations.
 
 No bit of a client's row depends on the other clients of its group, on its slot in the group, or on the number of clients. A step
-always has the same number of records. Before a model is trained in groups, made-up records are trained in all slots and next to
-different records, and must give the same bits everywhere; so must a group with fewer slots, in which a processor trains fewer
-clients. (A GPU takes as long for few as for many.)
+always has the same number of records. Before a model is trained in groups, synthetic records are trained in all slots and next to
+different records, and must give the same bits everywhere. So must a group with fewer slots, in which a CPU trains fewer clients.
+(A GPU takes as long for few as for many.)
 """
 
 import logging
@@ -14,7 +14,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from flower_dp.clients.reasons import contained
+from flower_dp.clients.refusal_messages import contained
 from flower_dp.clients.reply.pipeline import Trained
 from flower_dp.clients.training.devices import is_accelerator, is_out_of_memory, release_memory, total_memory
 from flower_dp.clients.training.engines.feed import Feed, Kind, MixedRecordsError
@@ -25,49 +25,49 @@ from flower_dp.clients.training.records import Records, TensorRecords, rows_of_a
 
 log = logging.getLogger("flwr")
 
-_MOST_SLOTS = 64
-# The number of weights in a group: as many as fit a CPU's caches, or this part of a GPU's memory, the rest of which gradients and
-# activations may use.
+_MAX_SLOTS = 64
+# The number of weights in a group: as many as fit a CPU's caches, or 1/64 of a GPU's memory, so that gradients and activations
+# fit beside them.
 _CACHED_FLOATS = 2**20
 _PART_OF_GPU = 64
 # The number of weights of the clients that are sorted by their number of steps at a time, and wait to be yielded.
 _WAITING_FLOATS = 2**20
-# The largest distance between the two engines' updates of made-up records, relative to the norm.
+# The largest distance between the two engines' updates of synthetic records, relative to the norm.
 _TOLERANCE = 1e-3
-# In the key, beside a kind of record, of the largest number of slots for which memory was enough, where more were tried.
+# Part of the key, beside a kind of record, of the number of slots that fit into memory after more did not.
 _FITTING = "slots that fit"
 _TINY = torch.finfo(torch.float32).tiny
 
 
 class UnfitRecipeError(RuntimeError):
-    """A recipe that can't be trained in groups of clients."""
+    """Raised for a recipe that can't be trained in groups of clients."""
 
 
 def num_slots(num_parameters: int, device: torch.device, group_size: int | None = None) -> int:
-    """Return how many clients are in a full group, an even number that never depends on which clients take part, or how many.
+    """Return the number of clients in a full group, an even number that never depends on the cohort or its size.
 
     Args:
-        num_parameters: of the model.
-        device: where the group is trained.
-        group_size: on a GPU the number itself, if so many models fit into its memory: an operation costs the same for few clients
-            and many. Else, and on a CPU, it is a power of two of at most 64, from the model's size and the device alone.
+        num_parameters: number of the model's parameters.
+        device: device on which the group is trained.
+        group_size: number of clients, for a GPU, where an operation costs the same for few clients and many. On a CPU, or if so
+            many models do not fit, it is a power of two of at most 64, by the model's size and the device.
     """
-    floats, most = _CACHED_FLOATS, _MOST_SLOTS
+    floats, most = _CACHED_FLOATS, _MAX_SLOTS
     if is_accelerator(device):
         floats = total_memory(device) // 4 // _PART_OF_GPU
-        most = _MOST_SLOTS if group_size is None else group_size + group_size % 2
+        most = _MAX_SLOTS if group_size is None else group_size + group_size % 2
     fitting = max(2, floats // max(1, num_parameters))
     return most if most <= fitting else int(2 ** (fitting.bit_length() - 1))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trainer:
-    """The clients of one round on one node, each of whom is known by an index.
+    """The clients of one round on one node, each with an index.
 
-    A client is trained alone with `one_by_one` if its model can't be batched, its records are not all of one shape, the loss of
-    one of its batches is not the mean of the losses of the batch's records, or a group does not fit into memory. What is known
-    before any record is read is logged, once for a model, a recipe and a kind of record. The choice depends on the model, the
-    recipe, the device and the client's own records, never on other clients.
+    A client is trained alone with `one_by_one` in four cases: its model can't be batched; its records are not all of one shape;
+    the loss of one of its batches is not the mean of the losses of the batch's records; a group does not fit into memory. The
+    choice depends on the model, the recipe, the device and the client's own records, never on other clients. Reasons known before
+    any record is read are logged, once for a model, a recipe and a kind of record.
     """
 
     vector: Tensor
@@ -104,7 +104,7 @@ class Trainer:
         for index, feed in self._feeds(group):
             if isinstance(feed, Feed):
                 kinds.setdefault(feed.kind, {})[index] = feed
-            elif is_out_of_memory(feed):  # what others have read is in memory as well
+            elif is_out_of_memory(feed):  # the records of the other clients are in memory as well: train it alone, later
                 starved.append(index)
             else:
                 yield index, feed
@@ -116,7 +116,7 @@ class Trainer:
         yield from map(self._alone, starved)
 
     def _train_kind(self, kind: Kind, feeds: dict[int, Feed]) -> Iterator[tuple[int, Trained]]:
-        """Yield the results of clients whose records are of one kind, and who fit into one group, each with its index."""
+        """Yield the results of clients of one group with one kind of records, each with its index."""
         program, places, left = self._program_for(kind, len(feeds)), list(feeds), set(feeds)
         if program is None:
             yield from map(self._alone, places)
@@ -128,9 +128,9 @@ class Trainer:
                 alone = isinstance(trained, MixedRecordsError | UnevenLossError)
                 yield self._alone(index) if alone else (index, trained)
         except Exception as error:
-            # The traceback holds the memory of all that has failed.
+            # The traceback would keep the memory of the failed step.
             failed = error.with_traceback(None) if is_out_of_memory(error) else error
-        if failed is not None and is_out_of_memory(failed):  # no client's fault
+        if failed is not None and is_out_of_memory(failed):  # not a client's fault
             program = None
             feeds.clear()
             self._use_less_memory(kind)
@@ -150,7 +150,7 @@ class Trainer:
             except Exception as error:
                 yield index, error
         rows = {}
-        if is_accelerator(device):  # whose every lookup costs as much as one for all clients
+        if is_accelerator(device):  # one lookup for all clients costs as much as one for a single client
             rows = rows_of_all({index: (self.clients[index], feed.first) for index, feed in feeds.items()}, device)
         for index, feed in feeds.items():
             try:
@@ -162,7 +162,7 @@ class Trainer:
                 yield index, feed
 
     def _num_steps(self, index: int) -> int:
-        """Return how many steps a client takes; 0 if even that fails, and training will then raise the error."""
+        """Return the number of a client's steps; 0 if even that fails, and training will then raise the error."""
         try:
             with contained():
                 return self.training.num_steps(len(self.clients[index]))
@@ -174,7 +174,7 @@ class Trainer:
         return index, train_one(self.vector, records, self.training, model=self.model, server_round=self.server_round, seed=seed)
 
     def _slots(self, kind: Kind) -> int:
-        """Return how many clients with records of a kind are in a group."""
+        """Return the number of clients with records of a kind in a group."""
         fitting: int = self.model.programs.get((_FITTING, kind), self.num_slots)
         return min(fitting, self.num_slots)
 
@@ -188,7 +188,7 @@ class Trainer:
                 with contained():
                     proven = self._proven(kind)
             except Exception as error:
-                log.warning("engine batched: clients train one by one: %s: %s", type(error).__name__, error)
+                log.warning("Engine batched: clients train one by one: %s: %s", type(error).__name__, error)
                 starved = is_out_of_memory(error)
             self.model.programs[key] = proven
             if starved:
@@ -197,7 +197,7 @@ class Trainer:
         return program
 
     def _program_for(self, kind: Kind, num_clients: int) -> Program | None:
-        """Return the program for so many clients: on a processor with as few slots as hold them, a power of two."""
+        """Return the program for `num_clients` clients; on a CPU its slots are the smallest sufficient power of two."""
         full = self._program(kind)
         if full is None or is_accelerator(self.model.device):
             return full
@@ -213,61 +213,61 @@ class Trainer:
         return full
 
     def _smaller(self, kind: Kind, full: Program, slots: int) -> Program | Literal[False]:
-        """Return a program with fewer slots if it gives made-up records the bits that the full one gives them, else False."""
+        """Return a program with fewer slots if it gives synthetic records the same bits as the full one, else False."""
         try:
             with contained():
                 program = Program(self.model, self.training, kind, slots, sliced=full.sliced)
-                rows = [self._one_row(one, kind) for one in (program, full)]
+                rows = [self._one_row(tried, kind) for tried in (program, full)]
         except Exception as error:
-            log.debug("no program of %s slots: %s: %s", slots, type(error).__name__, error)
+            log.debug("No program of %s slots: %s: %s", slots, type(error).__name__, error)
             return False
         return program if _same_bits(rows) else False
 
     def _use_less_memory(self, kind: Kind) -> None:
-        """Make the groups of clients with records of a kind half as large from now on, and give back what they have taken.
+        """Halve the groups of clients with records of a kind from now on, and release their memory.
 
         Clients with records of another kind are trained as before: a client must change nothing for others.
         """
         slots = self._slots(kind)
         half = max(2, slots // 4 * 2)
-        log.warning("engine batched: groups of %s clients do not fit into memory: from now on they have %s", slots, half)
+        log.warning("Engine batched: groups of %s clients do not fit into memory: from now on they have %s", slots, half)
         self.model.programs[self.training, kind, self.threads, slots] = None
         self.model.programs[_FITTING, kind] = half
         release_memory(self.model.device)
 
     def _proven(self, kind: Kind) -> Program:
-        """Return a program that trains made-up records as `one_by_one` does, with the same bits in every slot.
+        """Return a program that trains synthetic records as `one_by_one` does, with the same bits in every slot.
 
         Raises:
             Exception: if there is no such program.
         """
         if self.training.optimizer != "sgd":
-            raise UnfitRecipeError(f"optimizer={self.training.optimizer!r}")
-        # Matrix products slot by slot only where they need it.
+            raise UnfitRecipeError(f"optimizer={self.training.optimizer!r}: must be 'sgd'")
+        # Compute matrix products slot by slot, which takes longer, only if their bits depend on the slot.
         for sliced in (False, True):
             program = Program(self.model, self.training, kind, self._slots(kind), sliced=sliced)
             if (row := self._one_row(program, kind)) is not None:
                 break
         else:
             raise RuntimeError("a client's bits depend on its slot in the group")
-        own = _made_up(kind, self.training.batch_size, self.model.device, seed=1)
-        expected = train_one(self.vector, own, self._brief(), model=self.model, server_round=self.server_round, seed=0)
+        records = _made_up(kind, self.training.batch_size, self.model.device, seed=1)
+        expected = train_one(self.vector, records, self._brief(), model=self.model, server_round=self.server_round, seed=0)
         if isinstance(expected, Exception):
             raise expected
         distance = float((row - expected[0]).norm() / expected[0].norm().clamp(min=_TINY))
         if not distance <= _TOLERANCE:
             raise RuntimeError(
-                f"a client's update in a group differs from its update alone by {distance:.1e} of its norm; is the loss a mean "
-                "over records?"
+                f"a client's update in a group differs from its update alone by {distance:.1e} of its norm; make the loss a mean "
+                "over records"
             )
         return program
 
     def _one_row(self, program: Program, kind: Kind) -> Tensor | None:
-        """Return the row of made-up records; None if it is not the same in every slot and beside all others."""
+        """Return the row of synthetic records; None if it is not the same in every slot and beside other records."""
         own, other = (_made_up(kind, self.training.batch_size, self.model.device, seed) for seed in (1, 2))
         half = program.num_slots // 2
         layouts = [[own, own] * half, [own, other] * half, [other, own] * half]
-        rows = [row for one in layouts for records, row in zip(one, self._tried(program, one), strict=True) if records is own]
+        rows = [row for mix in layouts for records, row in zip(mix, self._tried(program, mix), strict=True) if records is own]
         return rows[0] if _same_bits(rows) else None
 
     def _tried(self, program: Program, clients: Sequence[Records]) -> list[Tensor]:
@@ -285,11 +285,11 @@ class Trainer:
 
 def _same_bits(rows: Sequence[Tensor | None]) -> bool:
     bits = [row.view(torch.int32) for row in rows if row is not None]
-    return len(bits) == len(rows) and all(torch.equal(one, bits[0]) for one in bits)
+    return len(bits) == len(rows) and all(torch.equal(word, bits[0]) for word in bits)
 
 
 def _made_up(kind: Kind, batch_size: int, device: torch.device, seed: int) -> TensorRecords:
-    """Return records of a kind that fill a batch and half of another."""
+    """Return synthetic records of a kind that fill a batch and half of another."""
     rng = torch.Generator().manual_seed(seed)
     num_records = batch_size + -(-batch_size // 2)
 
@@ -301,6 +301,6 @@ def _made_up(kind: Kind, batch_size: int, device: torch.device, seed: int) -> Te
     if kind.input_type is None:
         raise UnfitRecipeError("a record has several input tensors")
     inputs = made_up(kind.input_shape, kind.input_type, num_whole=1)
-    # Of two classes: some losses are means over records only where all targets are equal.
+    # Targets of two classes: some losses are means over records only if all targets are equal.
     targets = made_up(kind.target_shape, kind.target_type, num_whole=2)
     return TensorRecords(inputs=inputs, targets=targets)

@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 
 from flower_dp.clients.training.batches import Inputs, each, num_rows
-from flower_dp.clients.training.draws import OwnDraws, draws_seed
 from flower_dp.clients.training.recipe import Training
 from flower_dp.clients.training.records import Records
+from flower_dp.clients.training.training_rng import IsolatedRng, draws_seed
 
-# Inputs and targets of a step, [records, ...] each.
+# Inputs and targets of a step, each [records, ...].
 Batch = tuple[Any, Tensor]
 
 
@@ -31,31 +31,31 @@ class Kind(NamedTuple):
             ValueError: if there are none, or not as many targets as inputs.
         """
         if not 0 < num_rows(inputs) == targets.shape[0]:
-            raise ValueError(f"records: a batch of {num_rows(inputs)} inputs and {len(targets)} targets")
+            raise ValueError(f"records: a batch of {num_rows(inputs)} inputs and {len(targets)} targets: must be equally many")
         if not isinstance(inputs, Tensor):
             return cls((), None, targets.shape[1:], targets.dtype)
         return cls(inputs.shape[1:], inputs.dtype, targets.shape[1:], targets.dtype)
 
 
 class MixedRecordsError(ValueError):
-    """A client's records are not all of one kind."""
+    """Raised if a client's records are not all of one kind."""
 
 
 class Feed:
     """The batches of one client for one round, read from its data set as they are needed.
 
-    Order and number of records are those of `Training.train` with a generator of the same seed, and so is what the data set
-    draws from torch's own generators.
+    Order and number of records equal those of `Training.train` with a generator of the same seed. So do the data set's draws from
+    torch's own generators.
 
     Args:
-        records: the client's.
-        training: the recipe.
-        device: a tensor's device.
-        seed: the client's, for this round.
+        records: records of the client.
+        training: recipe of local training.
+        device: device of the batches.
+        seed: seed of the client for this round.
 
     Attributes:
         first: positions of the records that are read first.
-        kind: the kind of all its records, that of the first ones; after `begin`.
+        kind: kind of all records, taken from the first ones; set by `begin`.
 
     Raises:
         Exception: any error of the data set's length.
@@ -65,7 +65,7 @@ class Feed:
 
     def __init__(self, records: Records, training: Training, device: torch.device, seed: int) -> None:
         self._records, self._device, self._batch_size = records, device, training.batch_size
-        self._draws = OwnDraws(device, draws_seed(seed))
+        self._draws = IsolatedRng(device, draws_seed(seed))
         self._positions = training.positions(len(records), torch.Generator().manual_seed(seed))
         self.first = next(self._positions)
 
@@ -73,20 +73,20 @@ class Feed:
         """Read the first records; return this object.
 
         Args:
-            rows: `TensorRecords.rows` of them, if they have been read already.
+            rows: `TensorRecords.rows` of the first records, if they have been read already.
 
         Raises:
-            Exception: any error that the data set raises for them.
+            Exception: any error that the data set raises for the first records.
         """
         if rows is None:
             first = self._read(self.first)
         elif (transform := self._records.transform) is None:  # type: ignore[attr-defined]
             first = rows
         else:
-            # Rows that begin where those of another client end might be transformed to other last bits.
-            own = each(rows[0], lambda tensor: tensor.clone())
+            # Copy: last bits of a transform may depend on the address of its rows, which here follow those of another client.
+            copied = each(rows[0], lambda tensor: tensor.clone())
             with self._draws:
-                first = transform(own), rows[1]
+                first = transform(copied), rows[1]
         self.kind = Kind.of(*first)
         self._batches = self._all(first)
         return self
@@ -100,7 +100,7 @@ class Feed:
         for positions in self._positions:
             part = self._read(positions)
             if Kind.of(*part) != self.kind:
-                raise MixedRecordsError("records: not all of one shape and type")
+                raise MixedRecordsError("records: are not all of one shape and type")
             yield from self._split(part)
 
     def _read(self, positions: Tensor) -> Batch:

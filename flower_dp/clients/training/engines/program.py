@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.func import functional_call, vmap
 
-from flower_dp.clients.reasons import contained
+from flower_dp.clients.refusal_messages import contained
 from flower_dp.clients.reply.pipeline import Trained
 from flower_dp.clients.training.devices import is_accelerator, is_out_of_memory, reproducible
 from flower_dp.clients.training.engines.feed import Batch, Kind
@@ -19,8 +19,7 @@ from flower_dp.clients.training.recipe import FlatModel, Training, parts
 Gradient = Tensor | tuple[Tensor, Tensor]
 
 _FLOAT32 = torch.finfo(torch.float32)
-# For these operations torch.func joins the tables of several clients, so an index beyond one client's table reads the next
-# client's.
+# For these operations torch.func joins the tables of several clients, so an index beyond one client's table reads another's.
 _aten = torch.ops.aten
 _UNCHECKED = (_aten.embedding, _aten.embedding_dense_backward, _aten.index_fill, _aten.index_fill_)
 # 64 bytes, the alignment of a tensor's memory on a CPU.
@@ -30,22 +29,22 @@ _TOLERANCE = 1e-4
 
 
 class UnevenLossError(ValueError):
-    """The loss of a batch is not the mean of the losses of its records."""
+    """Raised if the loss of a batch is not the mean of the losses of its records."""
 
 
 class Program:
     """The steps of a group of clients, each with its own weights in a slot of its own.
 
-    The gradients of all slots are one `torch.func` program, traced once. Its shape never changes: slots without a client, and
-    those whose client has finished, compute with other records, and their results are not used.
+    The gradients of all slots are one `torch.func` program, traced once. Its shape never changes. Slots without a client, or with
+    one that has finished, compute with other records, and their results are not used.
 
     Args:
-        model: the architecture; its frozen parameters and buffers are the same for all clients.
-        training: the recipe.
-        kind: the kind of record.
-        num_slots: clients in a group.
-        sliced: compute matrix products slot by slot, each in memory with the same alignment. A product's last bits can depend on
-            the address at which its memory begins.
+        model: architecture; its frozen parameters and buffers are the same for all clients.
+        training: recipe of local training.
+        kind: kind of record.
+        num_slots: number of clients in a group.
+        sliced: whether to compute matrix products slot by slot, each in memory with the same alignment. A product's last bits can
+            depend on the address at which its memory begins.
 
     Raises:
         Exception: if `torch.func.vmap` can't batch the model or the loss, the model draws random numbers, changes a buffer or has
@@ -64,7 +63,7 @@ class Program:
         self._inputs = torch.zeros(*batch, *kind.input_shape, dtype=kind.input_type, device=model.device)
         self._targets = torch.zeros(*batch, *kind.target_shape, dtype=kind.target_type, device=model.device)
         self._num_classes: int | None = None
-        # The sizes of the last step's batches, and what follows from them.
+        # The sizes of the previous step's batches, and values computed from them.
         self._sizes: list[int] = []
         self._rows: Tensor | None = None
         self._present = torch.zeros(batch, dtype=torch.bool)
@@ -85,7 +84,7 @@ class Program:
     def _trace(self, model: FlatModel) -> torch.fx.GraphModule:
         """Return the program: inputs, targets, shares of the loss, weights -> losses [2, slots], gradients.
 
-        The second row is 1 for slots where the loss of the batch is not the mean of the losses of its records, else 0.
+        The second row is 1 for slots whose loss of the batch is not the mean of the losses of its records, else 0.
         """
         constants, loss = _constants(model), self._training.loss
         names = (*model.layout.names, *constants)
@@ -102,27 +101,27 @@ class Program:
             each = vmap(lambda output, target: loss(output.unsqueeze(0), target.unsqueeze(0)))(outputs, targets)
             if each.ndim != 1:
                 raise ValueError(f"loss: has shape {tuple(each.shape[1:])} for one record: must be one number")
-            # Copies of a record fill up a batch. They change no mean over records, but other losses, which may, for example,
-            # divide by the weights of the targets' classes.
+            # Copies of a record fill up a batch. They do not change a mean over records. They would change other losses, for
+            # example one that divides by the weights of the targets' classes.
             return torch.stack([(each * shares).sum(), _uneven(loss(outputs, targets).detach(), each.detach())])
 
         def gradients(inputs: Tensor, targets: Tensor, shares: Tensor, *weights: Tensor) -> tuple[Tensor, list[Tensor]]:
             leaves = [weight.detach().requires_grad_() for weight in weights]
             losses = vmap(one)(leaves, inputs, targets, shares)
-            # No slot's loss depends on another's weights, so the gradient of their sum has those of all slots.
-            found = torch.autograd.grad(losses[:, 0].sum(), leaves, materialize_grads=True)
-            return losses.detach().T, list(found)
+            # No slot's loss depends on another slot's weights, so the gradient of the sum has the gradients of all slots.
+            summed = torch.autograd.grad(losses[:, 0].sum(), leaves, materialize_grads=True)
+            return losses.detach().T, list(summed)
 
-        # On a GPU the gradients would be computed in another thread, where nothing is recorded.
+        # A GPU's gradients would be computed in another thread, where nothing is recorded.
         with torch.enable_grad(), torch.autograd.set_multithreading_enabled(False), reproducible(model.device):
-            # The model has the weights of a slot in its place; a loss that takes them from elsewhere would take constants.
+            # The call replaces the model's weights by a slot's. A loss that reads the model's own weights would read constants.
             weights = [model.vector, *model.parameters]
             return traced(gradients, self._inputs, self._targets, self._shares, *self._weights, refused=weights)
 
     def train(self, feeds: Sequence[Iterable[Batch]], vector: Tensor, step_size: float) -> Iterator[tuple[int, Trained]]:
-        """Yield the result of every feed's client, with its index, as soon as it has finished.
+        """Yield the result of every feed's client, with its index, as soon as the client has finished.
 
-        They start from the global model [d]. A client whose feed fails does not affect the others.
+        Clients start from the global model [d]. A client whose feed fails does not affect the others.
 
         Raises:
             Exception: if a step fails, for any client.
@@ -143,7 +142,7 @@ class Program:
                 except StopIteration:
                     finished.append(slot)
                 except Exception as error:
-                    if is_out_of_memory(error):  # no client's fault
+                    if is_out_of_memory(error):  # not a client's fault
                         raise
                     del training[slot]
                     yield slot, error
@@ -153,7 +152,7 @@ class Program:
                 del training[slot]
                 # A row in its own memory, so that later operations on it also give the same bits.
                 row = (self._vectors[slot] - start).to(vector.device), means[0][slot]
-                yield slot, UnevenLossError("loss: is no mean over records") if uneven[slot] else row
+                yield slot, UnevenLossError("loss: must be a mean over records") if uneven[slot] else row
             if training:
                 self._stage(batches)
                 losses.append(self._step(start, step_size))
@@ -167,7 +166,7 @@ class Program:
             if recipe.sam_radius:
                 gradients = self._sam_gradients(gradients)
             if recipe.weight_decay or recipe.regularizers:
-                whole = [one if isinstance(one, Tensor) else torch.bmm(*one) for one in gradients]
+                whole = [gradient if isinstance(gradient, Tensor) else torch.bmm(*gradient) for gradient in gradients]
                 gradients = [*recipe.penalized(whole, self._vectors, start, self._layout)]
             self._descend(gradients, step_size)
         return losses
@@ -206,9 +205,9 @@ class Program:
         torch.div(known, known.flatten(1).sum(1).clamp(min=1).view(-1, *[1] * (known.ndim - 1)), out=self._shares)
 
     def _places(self, sizes: Tensor) -> tuple[Tensor | None, Tensor]:
-        """Return which rows of the joined batches of these sizes [slots, 1] are staged, and which places hold a record.
+        """Return the staged rows of the joined batches of these sizes [slots, 1], and a mask of the places with a record.
 
-        All rows (None) are staged in order if every batch is full.
+        The rows are None if every batch is full: then all rows are staged in order.
         """
         place = torch.arange(self._training.batch_size)
         rows = torch.minimum(place, sizes - 1) + sizes.cumsum(0) - sizes
@@ -221,7 +220,7 @@ class Program:
         return losses, gradients
 
     def _sam_gradients(self, gradients: list[Gradient]) -> list[Gradient]:
-        """Return the gradients at w + sam_radius g / ||g||, slot by slot; at w where the gradient g is zero."""
+        """Return the gradients at w + sam_radius g / ||g||, slot by slot; at w if the gradient g is zero."""
         norm = torch.linalg.vector_norm(torch.stack([_norms(gradient) for gradient in gradients]), dim=0)
         flat = (norm < _FLOAT32.tiny) | (self._training.sam_radius >= norm * _FLOAT32.max)
         scale = (self._training.sam_radius / norm).where(~flat, 0.0)
@@ -248,7 +247,7 @@ def _constants(model: FlatModel) -> dict[str, Tensor]:
 
 
 def _norms(gradient: Gradient) -> Tensor:
-    """Return the norm of every slot's gradient [slots]; of a product A B, by ||A B||^2 = sum of A^T A * B B^T, without it."""
+    """Return the norm of every slot's gradient [slots]; for a product A B, by ||A B||^2 = sum of A^T A * B B^T, without A B."""
     if isinstance(gradient, Tensor):
         norms: Tensor = torch.linalg.vector_norm(_apart(gradient[:, None].flatten(1)), dim=1)
         return norms
@@ -257,12 +256,12 @@ def _norms(gradient: Gradient) -> Tensor:
 
 
 def _apart(rows: Tensor) -> Tensor:
-    """Return rows [slots, d] that a GPU adds up in one order: the order follows from where a row begins in memory."""
+    """Return rows [slots, d] that a GPU adds up in one order: the order follows from the address of a row."""
     return _aligned(rows) if is_accelerator(rows.device) else rows
 
 
 def _drop_idle_views(graph: torch.fx.Graph) -> None:
-    """Replace views by the tensors that they view if the layouts are equal: vmap makes many of them, which take time."""
+    """Replace views by their base tensors if the layouts are equal: vmap makes many views, which take time."""
     for node in graph.nodes:
         source = node
         while (source := _viewed(source)) is not None:
@@ -292,7 +291,7 @@ def _factor_gradients(graph: torch.fx.Graph, num_weights: int) -> None:
 
 
 def _turned(node: Any) -> Any:
-    """Return the node of the matrices [slots, m, k] that a node transposes; None if it does something else."""
+    """Return the node of the matrices [slots, m, k] that a node transposes; None for any other node."""
     turns = node.target is _aten.transpose.int and {node.args[1] % 3, node.args[2] % 3} == {1, 2}
     return node.args[0] if turns else None
 
@@ -305,7 +304,7 @@ def _owner(node: Any) -> Any:
 
 
 def _viewed(node: Any) -> Any:
-    """Return the node of which a node is a view, None if it has memory of its own."""
+    """Return the base node of a view; None for a node with memory of its own."""
     returned = getattr(getattr(node.target, "_schema", None), "returns", None)
     shares = returned and returned[0].alias_info is not None and not returned[0].alias_info.is_write
     return node.args[0] if shares or node.target is _aten._unsafe_view.default else None

@@ -1,6 +1,6 @@
-"""A function on tensors as the list of operations that it executes, which can be executed again on other tensors of these shapes.
+"""Tracing: the operations of a function on tensors as a graph, to be executed again on other tensors of the same shapes.
 
-`torch.fx.experimental.proxy_tensor.make_fx` does this too, but imports torch's compiler first, which takes more than a second
+`torch.fx.experimental.proxy_tensor.make_fx` does this too, but first imports torch's compiler, which takes more than a second
 in every process.
 """
 
@@ -16,7 +16,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 # Key of a node's meta: shape, strides and type of its tensor, and whether its numbers are to be negated where they are read.
 LAYOUT = "layout"
-# Operations whose result, or its shape, is not known before they have been executed on the data.
+# Tags of operations whose result, or its shape, depends on the data.
 _OF_DATA = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 
 
@@ -26,14 +26,14 @@ def traced(function: Callable[..., Any], *inputs: Tensor, refused: Sequence[Tens
     Other tensors that the function uses are constants of the graph.
 
     Args:
-        function: takes these tensors, and returns a tensor, or tuples and lists of tensors.
-        inputs: of the shapes, strides and types that the graph will be given.
+        function: function of these tensors that returns a tensor, or tuples and lists of tensors.
+        inputs: tensors of the shapes, strides and types of the graph's inputs.
         refused: weights that must not be constants of the graph.
 
     Raises:
-        RuntimeError: it draws random numbers, its control flow or its shapes depend on data, it changes a tensor that it has not
-            made, or it uses one that is refused.
-        Exception: what the function raises.
+        RuntimeError: if the function draws random numbers, its control flow or its shapes depend on data, it changes a tensor of
+            another's making, or it uses a refused weight.
+        Exception: any error that the function raises.
     """
     recorder = _Recorder(inputs, refused)
     with recorder:
@@ -43,11 +43,11 @@ def traced(function: Callable[..., Any], *inputs: Tensor, refused: Sequence[Tens
 
 
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Adds each operation that is executed to a graph.
+    """A recorder that adds each executed operation to a graph.
 
     Attributes:
-        graph: the operations so far.
-        constants: the module that holds the tensors that come from elsewhere.
+        graph: graph of the operations so far.
+        constants: module of the tensors that are not inputs of the function.
     """
 
     def __init__(self, inputs: Sequence[Tensor], refused: Sequence[Tensor]) -> None:
@@ -72,20 +72,20 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             raise RuntimeError(f"the model draws random numbers ({func})")
         if any(tag in func.tags for tag in _OF_DATA) and not _takes_numbers(func, args):
             raise RuntimeError(f"control flow or shapes depend on data ({func})")
-        if any(one not in self._own for one in _tensors(_written(func, args, kwargs))):
+        if any(tensor not in self._own for tensor in _tensors(_written(func, args, kwargs))):
             raise RuntimeError(f"the model changes a tensor that outlives a step, such as a buffer ({func})")
         node = self.graph.call_function(func, *tree_map(self.node_of, (args, kwargs)))
-        found = func(*args, **kwargs)
+        result = func(*args, **kwargs)
         # The schema of _unsafe_view does not say that it shares memory.
-        shares = func is torch.ops.aten._unsafe_view.default or any(one.alias_info is not None for one in func._schema.returns)
-        owned = not shares or all(one in self._own for one in _tensors((args, kwargs)))
-        if isinstance(found, Tensor):
-            self._add(found, node, owned=owned)
-        elif isinstance(found, tuple | list):
-            for index, one in enumerate(found):
-                if isinstance(one, Tensor):
-                    self._add(one, self.graph.call_function(operator.getitem, (node, index)), owned=owned)
-        return found
+        shares = func is torch.ops.aten._unsafe_view.default or any(part.alias_info is not None for part in func._schema.returns)
+        owned = not shares or all(tensor in self._own for tensor in _tensors((args, kwargs)))
+        if isinstance(result, Tensor):
+            self._add(result, node, owned=owned)
+        elif isinstance(result, tuple | list):
+            for index, part in enumerate(result):
+                if isinstance(part, Tensor):
+                    self._add(part, self.graph.call_function(operator.getitem, (node, index)), owned=owned)
+        return result
 
     def node_of(self, value: Any) -> Any:
         """Return the node of a tensor; any other value as it is."""
@@ -110,17 +110,17 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def _written(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
     """Return the arguments that an operation writes to."""
     given = {argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)} | dict(kwargs)
-    written = (one for one in func._schema.arguments if one.alias_info is not None and one.alias_info.is_write)
-    return [given[one.name] for one in written if one.name in given]
+    written = (item.name for item in func._schema.arguments if item.alias_info is not None and item.alias_info.is_write)
+    return [given[name] for name in written if name in given]
 
 
 def _takes_numbers(func: Any, args: tuple[Any, ...]) -> bool:
     """Return whether an operation looks up by numbers, which give a known shape, not by a mask."""
     masks = (torch.bool, torch.uint8)
-    return func is torch.ops.aten.index.Tensor and not any(one.dtype in masks for one in _tensors(args[1]))
+    return func is torch.ops.aten.index.Tensor and not any(tensor.dtype in masks for tensor in _tensors(args[1]))
 
 
 def _tensors(value: Any) -> list[Tensor]:
-    found: list[Tensor] = []
-    tree_map(lambda one: found.append(one) if isinstance(one, Tensor) else None, value)
-    return found
+    tensors: list[Tensor] = []
+    tree_map(lambda leaf: tensors.append(leaf) if isinstance(leaf, Tensor) else None, value)
+    return tensors

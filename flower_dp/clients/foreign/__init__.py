@@ -1,1 +1,0 @@
-"""Protection around other people's apps and frameworks."""

@@ -1,0 +1,1 @@
+"""Differential privacy for clients of other apps and frameworks."""
