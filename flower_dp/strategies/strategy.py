@@ -86,7 +86,7 @@ class DPStrategy(RunView, Strategy):
             setattr(cls, "start", with_run_lifecycle(cls.start))  # noqa: B010
 
     def begin(self) -> None:
-        """Start a new run. Its joint epsilon includes earlier runs if all use the same ledger, or none uses one."""
+        """Start a new run. Its joint epsilon includes earlier runs if all have the same `ledger`, or none has one."""
         self._session.begin()
 
     @property
