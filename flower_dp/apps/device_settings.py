@@ -31,7 +31,7 @@ def own_settings(run_config: Mapping[str, Any], node_config: Mapping[str, Any], 
     - sends no training metrics and takes part in no private evaluation, unless it sets so itself;
     - hosts only client `partition-id` of `num-partitions` clients, unless it sets `num-clients`;
     - decides its own records, and accepts no value of the server for any key of `DEALT`;
-    - with shared noise, accepts no value of the server for the sampling of clients.
+    - with shared noise, accepts no value of the server for the sampling of clients, if it sets a key of the method.
 
     A device that sets any key of a method sets its whole table: keys that it leaves out get the app's default, not the server's
     value. Otherwise one value could undo another: a delta near 1, budgets for single clients, a weaker neighboring relation. The
