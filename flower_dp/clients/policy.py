@@ -130,7 +130,7 @@ class ClientPolicy:
             raise Declined(f"clip_norm={clip_norm:g}: this client's policy allows at most {self.max_clip_norm:g}")
 
     def _check_noise(self, ask: ReleaseRequest, what: str, limit: str, multiplier: float | None, std: float | None) -> None:
-        """Compare a request's noise, in all and on the device, with these limits; a policy with any limit must set one of them."""
+        """Compare a request's noise, in all and on the device, with these limits; a policy with a limit must set one of them."""
         if self._limits and multiplier is None and std is None:
             raise Declined(f"{what}: this client's policy has limits, but none of its noise; set {limit} too")
         of = "" if ask.metrics is None else " of an evaluation"

@@ -80,7 +80,7 @@ class Adversary:
 
     Attributes:
         name: the adversary, in one or two words.
-        view: what it is assumed to see.
+        view: the data that it is assumed to see.
         epsilon: proved upper bound against this adversary.
         accountant: the accountant that proves it.
         lowest_noise_std: lowest noise std on a number of the training release that this adversary sees, or from which its view
@@ -191,7 +191,7 @@ class PrivacyStatement:
         sampling: rule that sampled the cohorts, as text.
         events: the events of the ledger, as text.
         assumptions: conditions of the guarantee.
-        not_covered: what clients or the server sent that the guarantee does not cover.
+        not_covered: data from clients or the server that the guarantee does not cover.
         incidents: dropouts, refused replies and early stops, as text.
         unlisted_incidents: text on what `incidents` leave out: what could reveal a cohort, and replies to evaluations, which
             are not counted; empty for nothing.
@@ -257,7 +257,7 @@ class PrivacyStatement:
             "AGAINST WHOM": _table(self.adversaries),
             "HOW": _paragraphs(self._how()),
             "CLIENTS": _paragraphs([] if self.clients is None else self.clients.lines()),
-            "ASSUMPTIONS": _paragraphs(self.assumptions, mark="{}. "),
+            "ASSUMPTIONS": _paragraphs([line for line in self.assumptions if not line.startswith(_NO_GUARANTEE)], mark="{}. "),
             "NOT COVERED": _paragraphs(self.not_covered, mark="- "),
             "INCIDENTS": _paragraphs(happened, mark="- " if self.incidents else ""),
         }
@@ -271,7 +271,7 @@ class PrivacyStatement:
             if self.accountant.startswith("selection-"):  # it covers the choice, not the rounds of the chosen run alone
                 charged = f"the choice among K runs; the chosen run has {charged}"
             proof = f"Upper bound (accountant {self.accountant}) for {charged}."
-            lines = [f"Each {self.unit} has {promise}.", proof]
+            lines = [f"Each {self.unit} has {promise}.", proof, *delta_warnings(self.assumptions)]
         else:
             lines = [f"NOT PRIVATE. Epsilon is infinite: no guarantee is stated for any {self.unit}."]
         if not self.adversaries:  # else their table says it

@@ -14,7 +14,9 @@ _TYPES: dict[type, str] = {bool: "true or false", int: "a whole number", float: 
 _ALIKE = 0.6
 _MAX_SUGGESTED = 5
 # The end of an error about an unknown setting that resembles none.
-SETTINGS_PAGE = "docs/settings.md lists all settings, `flower-dp presets` all presets"
+SETTINGS_PAGE = (
+    "the page Settings of the documentation lists all (in a checkout: pyproject.toml), `flower-dp presets` the presets"
+)
 # Of keys whose values are paths.
 _PATHS = ("-dir", "-ledger")
 
