@@ -395,7 +395,7 @@ def draw(found: Mapping[str, Mapping[float, Mapping[int, float]]], path: Path) -
         )
     axes.set_xscale("log", base=2)
     axes.set_xticks(TARGETS, [f"{one:g}" for one in TARGETS])
-    axes.set(xlabel="epsilon of a client (tight)", ylabel="test accuracy (%)")
+    axes.set(xlabel="epsilon of a client", ylabel="test accuracy (%)")
     axes.grid(alpha=0.3)
     axes.legend(frameon=False)
     canvas.save(figure, path)

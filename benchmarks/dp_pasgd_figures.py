@@ -181,7 +181,7 @@ def table_of_noise(results: Results) -> str:
                 "ε set": f"{epsilon:g}",
                 **given,
                 "noise std": f"{found['largest noise std']:.3g}",
-                "tight ε": f"{found['tight epsilon']:.3f}",
+                "proved ε": f"{found['proved epsilon']:.3f}",
                 "loss": _spread(results.of(case, "loss")),
                 "accuracy": _spread(results.of(case, "accuracy")),
                 "seeds": len(results.of(case, "loss")),

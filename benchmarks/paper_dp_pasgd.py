@@ -73,7 +73,7 @@ def numbers(strategy: Any, statement: PrivacyStatement) -> Row:
     return {
         "rounds": statement.num_charged_rounds,
         "cost": max(strategy.rules.costs(strategy.charges).values()),
-        "tight epsilon": statement.epsilon,
+        "proved epsilon": statement.epsilon,
         "paper epsilon": None if statement.paper_epsilon is None else statement.paper_epsilon.epsilon,
         "largest noise std": statement.noise["max_noise_std_of_a_mean_gradient"],
     }
@@ -110,7 +110,7 @@ def report(results: list[Measured]) -> str:
             "loss": spread(result.losses),
             "accuracy": spread(result.accuracies),
             "largest noise std": f"{result.numbers['largest noise std']:.3g}",
-            "tight ε": f"{result.numbers['tight epsilon']:.3f}",
+            "proved ε": f"{result.numbers['proved epsilon']:.3f}",
         }
         for result in results
     ]

@@ -127,7 +127,7 @@ def report(results: list[Measured]) -> str:
                 "loss": spread(result.losses),
                 "accuracy": spread(result.accuracies),
                 "loss - planned": "" if own else difference(result, planned),
-                "tight ε": f"{result.numbers['tight']:.4f}",
+                "proved ε": f"{result.numbers['tight']:.4f}",
                 "paper's ε": f"{result.numbers['paper']:.4f}",
             }
         )

@@ -78,8 +78,8 @@ def report(results: list[Measured]) -> str:
                     "downlink std": numbers["downlink std"],
                     "loss": spread(result.losses),
                     "accuracy": spread(result.accuracies),
-                    "tight ε, uplink": numbers["uplink"],
-                    "tight ε, downlink": numbers["downlink"],
+                    "proved ε, uplink": numbers["uplink"],
+                    "proved ε, downlink": numbers["downlink"],
                 }
             )
     return table(rows)

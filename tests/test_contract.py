@@ -354,7 +354,7 @@ def test_the_log_says_before_round_1_how_the_noise_compares_with_the_longest_mea
         (method.noise(arguments, heard) * math.sqrt(dimension), method.reach(arguments)), rel=1e-3
     )
     before = run.log.partition("[ROUND 1/")[0]
-    assert f"Norm of the noise on the mean of round 1 {norm:.3g}, of the mean without it at most {reach:.3g}" in before
+    assert f"Round 1: the noise on the mean has norm {norm:.3g}, the mean itself at most {reach:.3g}" in before
     assert f"Noise on the mean is {norm / reach:.1f} times the largest possible noiseless mean" in before
 
 

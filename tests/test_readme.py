@@ -37,7 +37,7 @@ def test_the_drop_in_server_and_the_client_run_together(caplog):
     server, client = block(README, "DPFedAvg("), block(OWN_APP, "DPClient(")
     inputs, targets = torch.randn(8, 3), torch.randint(0, 2, (8,))
     names = {"make_model": make_model, "inputs": inputs, "targets": targets}
-    exec(server.replace("num_clients=100", "num_clients=1"), server_names := dict(names))  # noqa: S102
+    exec(server.replace("num_clients=1000", "num_clients=1"), server_names := dict(names))  # noqa: S102
     exec(client, client_names := dict(names))  # noqa: S102
     grid = LocalGrid(client_names["app"], 1)
     with caplog.at_level(logging.INFO):

@@ -1,5 +1,6 @@
 """A device's own settings: its node-config takes precedence over the run-config, which the server writes."""
 
+import difflib
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,6 +12,10 @@ from flower_dp.methods import METHODS
 
 # With shared noise these settings decide how much noise a client adds itself.
 _SHARED = ("sampling", "sampling-rate", "cohort-size")
+# Keys of a node-config that are not settings, and resemble some.
+_NODE_KEYS = ("partition-id", "num-partitions", "ledger-path")
+# Similarity in [0, 1] (`difflib`) from which a key is taken for a misspelled setting.
+_ALIKE = 0.8
 
 
 def sets_anything(node_config: Mapping[str, Any]) -> bool:
@@ -26,7 +31,7 @@ def own_settings(run_config: Mapping[str, Any], node_config: Mapping[str, Any], 
     - sends no training metrics and takes part in no private evaluation, unless it sets so itself;
     - hosts only client `partition-id` of `num-partitions` clients, unless it sets `num-clients`;
     - decides its own records, and accepts no value of the server for any key of `DEALT`;
-    - with shared noise, accepts no value of the server for the sampling of clients.
+    - with shared noise, accepts no value of the server for the sampling of clients, if it sets a key of the method.
 
     A device that sets any key of a method sets its whole table: keys that it leaves out get the app's default, not the server's
     value. Otherwise one value could undo another: a delta near 1, budgets for single clients, a weaker neighboring relation. The
@@ -38,8 +43,8 @@ def own_settings(run_config: Mapping[str, Any], node_config: Mapping[str, Any], 
         dealt: whether the app deals a task's records to clients; False if a user's own function returns them.
 
     Raises:
-        ValueError: if the device has settings for other methods than the run's, or the server has set a key that only the device
-            may decide, naming it.
+        ValueError: naming a key: a misspelled setting of the node-config, or one that the server has set and only the device may
+            decide. Or if the device has settings for other methods than the run's.
 
     Example:
         >>> from flower_dp.apps.device_settings import own_settings
@@ -48,6 +53,7 @@ def own_settings(run_config: Mapping[str, Any], node_config: Mapping[str, Any], 
         >>> own["nbafl.paper-epsilon"], own["nbafl.delta"]
         (2.0, 0.01)
     """
+    _check_misspelled(node_config)
     if not sets_anything(node_config):
         return dict(run_config)
     tables = {table: {key for key in node_config if key.startswith(f"{table}.")} for table in METHODS}
@@ -104,6 +110,20 @@ def _check_defaults(config: Mapping[str, Any], node_config: Mapping[str, Any], k
         same = (default, SAMPLINGS[0]) if key == "sampling" else (default,)  # with shared noise "" means the first
         if key not in node_config and config.get(key, default) not in same:
             raise ValueError(f"{key}={config[key]!r}: {why}; set {key} in its node-config (the app's default is {default!r})")
+
+
+def _check_misspelled(node_config: Mapping[str, Any]) -> None:
+    """Refuse an unknown key that resembles a setting: ignored as another app's, it would leave the server's value in force."""
+    names = {name.rpartition(".")[2]: name for name in defaults() if "." in name}
+    common = [name for name in defaults() if "." not in name]
+    for key in node_config:
+        if _is_setting(key) or key in _NODE_KEYS:
+            continue
+        close = [names[name]] if (name := key.rpartition(".")[2]) != key and name in names else []
+        if close := close or difflib.get_close_matches(key, common, n=1, cutoff=_ALIKE):
+            raise ValueError(
+                f"{key}: unknown setting in this device's node-config; did you mean {close[0]}? Remove or correct it"
+            )
 
 
 def _is_setting(key: str) -> bool:

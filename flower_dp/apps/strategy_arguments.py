@@ -62,7 +62,11 @@ def noise_of(settings: Settings, own: Any) -> dict[str, Any]:
         return {"noise_multiplier": own.noise_multiplier}  # 0: NOT PRIVATE
     for name, fit in (("noise_multiplier", ()), ("target_epsilon", (0.0, own.epsilon))):
         if (value := getattr(own, name)) not in (default_of(own, name), *fit):
-            raise refusal(key_of(name), value, f"epsilon={own.epsilon:g} determines it; remove one of them, or set epsilon=0")
+            raise refusal(
+                key_of(name),
+                value,
+                f"the table's epsilon={own.epsilon:g} already determines the noise; leave this out, or set that epsilon to 0",
+            )
     return {"noise_multiplier": None, "target_epsilon": None, "num_rounds": settings.num_rounds}
 
 

@@ -47,7 +47,8 @@ def show(
 ) -> None:
     """Show what clients have spent of their budgets.
 
-    A device's ledger has one account per client, and a second one for private evaluations; both together cost their sum.
+    A device's ledger has one account per client, and a second one for a client that takes part in private evaluations. Both
+    together cost their sum.
     A server's ledger has the charges of all its runs: they are shown by run, by client, and as one joint epsilon.
 
     Exit status: 0, or 2 with a line that says why the file can't be used.

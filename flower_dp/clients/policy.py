@@ -21,8 +21,9 @@ class ClientPolicy:
     (`min_noise_multiplier`) or on the device (`min_noise_std`), and evaluations unless it says how much noise they need. Limits
     of evaluation default to those of training. A limit of 0 is a limit: it says that no noise is enough.
 
-    Under local DP (`LocalDPClient`, `privacy_mod` with terms) the client's own terms are the limit. Other limits of a policy are
-    compared with the client's own noise, never with the server's promise.
+    Under local DP (`LocalDPClient`, `privacy_mod` with terms) the client's own terms are the limit. A policy's limits of the
+    noise multiplier are then compared with the client's own noise, never with the server's promise. Limits of the clip norm are
+    compared with the request's. A `min_noise_std` above 0 refuses all training.
 
     Attributes:
         max_clip_norm: maximum clip norm of an update; None for any.
@@ -129,7 +130,7 @@ class ClientPolicy:
             raise Declined(f"clip_norm={clip_norm:g}: this client's policy allows at most {self.max_clip_norm:g}")
 
     def _check_noise(self, ask: ReleaseRequest, what: str, limit: str, multiplier: float | None, std: float | None) -> None:
-        """Compare the noise of a request, in all and on the device, with these limits; at least one of them must be set."""
+        """Compare a request's noise, in all and on the device, with these limits; a policy with a limit must set one of them."""
         if self._limits and multiplier is None and std is None:
             raise Declined(f"{what}: this client's policy has limits, but none of its noise; set {limit} too")
         of = "" if ask.metrics is None else " of an evaluation"

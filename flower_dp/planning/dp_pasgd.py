@@ -21,7 +21,7 @@ from flower_dp.core.formatting import format_delta, format_rounded_up
 from flower_dp.planning import planner
 from flower_dp.planning.planner import Data, Floats, Inputs, Panel, ProblemError, Row, finite, in_parts, real, whole
 from flower_dp.privacy import accounting
-from flower_dp.privacy.dp_pasgd import noise_std, paper_epsilon, tight_epsilon, zcdp_budget
+from flower_dp.privacy.dp_pasgd import noise_std, paper_epsilon, proved_epsilon, zcdp_budget
 
 Bound = Callable[[float | Floats, float | Floats], Floats]
 Place = tuple[int, int]  # rounds, steps per round
@@ -210,7 +210,7 @@ def plan(values: Mapping[str, object]) -> planner.Plan[Problem, Candidate]:
     low, high = (finite("epsilon", std, "noise_std") for std in (min(noise.values()), max(noise.values())))
     # Every device has the same noise multiplier up to rounding; the least one gives the largest epsilon.
     size = min(noise, key=lambda batch_size: noise[batch_size] * batch_size)
-    tight = tight_epsilon(noise_std=noise[size], batch_size=size, **costs)
+    tight = proved_epsilon(noise_std=noise[size], batch_size=size, **costs)
     paper = max(paper_epsilon(noise_std=std, batch_size=size, **costs) for size, std in noise.items())
     each, stds = [noise[size] for size in problem.batch_size], f"{low:.6g}" if low == high else f"{low:.6g} to {high:.6g}"
     several = isinstance(values["batch_size"], list | tuple | np.ndarray)
@@ -229,7 +229,7 @@ def plan(values: Mapping[str, object]) -> planner.Plan[Problem, Candidate]:
             Row("bound", best.bound, "expected gap of the loss"),
             Row("cost", best.cost, f"of {problem.max_resource_cost:.6g}"),
             Row("epsilon", paper, "the paper's formula", format_rounded_up(paper, 6)),
-            Row("epsilon_tight", tight, with_delta, format_rounded_up(tight, 6)),
+            Row("epsilon_proved", tight, with_delta, format_rounded_up(tight, 6)),
         ),
         details={"bound_parts": problem.parts(rounds * tau, tau)},
         candidates=candidates,

@@ -19,7 +19,7 @@ class LedgerBudget:
 
     Attributes:
         epsilon: largest joint epsilon, > 0.
-        delta: probability bound of epsilon, in [0, 1).
+        delta: the delta at which epsilon holds, in [0, 1).
         fully_adaptive: whether the budget holds also if earlier releases choose mechanism, noise, sampling, or number of later
             runs. Fewer rounds fit: a filter adds up Renyi divergences at one order (`flower_dp.privacy.renyi_filter`).
         renyi_order: order of the filter, > 1; None for the order at which most Gaussian releases without sampling fit.

@@ -91,10 +91,10 @@ class ClientTerms:
     def refusal_reason(self, replies: int, opened: str | None) -> ChargeRefusal | None:
         """Return the reason why a client can't be charged for another reply; None if it can.
 
-        An account stays valid if only the noise differs from the terms that opened it. The noise may be less by at most 1e-9 of
-        it, for the last digits of a calibration with another release of a library. Replies of both noises together then cost at
-        most what the terms allowed that opened the account. Nor may the noise be more than 1e-3 larger: that is another, smaller
-        budget, and replies with the noise of the larger one do not fit into it.
+        An account stays valid if only the noise differs from the terms that opened it, and by little. It may be less by at most
+        1e-9 of it, for the last digits of a calibration with another release of a library. Replies of both noises together then
+        cost at most what the terms allowed that opened the account. The noise may be larger by at most 1e-3 of it. A larger noise
+        is another, smaller budget, and replies with the noise of the larger budget do not fit into it.
 
         Args:
             replies: number of replies that the client was charged for.

@@ -70,7 +70,7 @@ def zcdp_budget(*, epsilon: float, delta: float) -> float:
     return root * root
 
 
-def tight_epsilon(*, noise_std: float, delta: float, num_steps: int, clip_norm: float, batch_size: int) -> float:
+def proved_epsilon(*, noise_std: float, delta: float, num_steps: int, clip_norm: float, batch_size: int) -> float:
     """Return the epsilon of K steps by exact composition of their Gaussian releases, under replace-one.
 
     Each step releases a mean over X_m records of gradients clipped to G, with noise sigma_m: noise multiplier sigma_m X_m / G of

@@ -49,7 +49,7 @@ def epsilon_of(leaves: Leaves, delta: float, relation: Relation, grid: float, ro
 
     Args:
         leaves: flattened releases.
-        delta: probability bound, in (0, 1).
+        delta: the delta of the guarantee, in (0, 1).
         relation: neighboring relation.
         grid: distance of neighboring losses; a small epsilon uses finer grids.
         rough: another upper bound, NaN if there is none.
@@ -91,7 +91,7 @@ def rough_epsilon_of(leaves: Leaves, delta: float, relation: Relation, grid: flo
 
     Args:
         leaves: flattened releases.
-        delta: probability bound, in (0, 1).
+        delta: the delta of the guarantee, in (0, 1).
         relation: neighboring relation.
         grid: least distance of neighboring losses.
         ceiling: another upper bound.

@@ -173,7 +173,7 @@ def epsilon(runs: Sequence[DpEvent], number: RunCountLaw, *, delta: float, relat
         runs: event of a whole run for each candidate, with all releases that its score is made of; at least one. All protect the
             same unit.
         number: law of K.
-        delta: probability bound of epsilon, in [0, 1).
+        delta: the delta at which epsilon holds, in [0, 1).
         relation: neighboring relation.
 
     Raises:

@@ -80,7 +80,7 @@ class Adversary:
 
     Attributes:
         name: the adversary, in one or two words.
-        view: everything that it is assumed to see.
+        view: the data that it is assumed to see.
         epsilon: proved upper bound against this adversary.
         accountant: the accountant that proves it.
         lowest_noise_std: lowest noise std on a number of the training release that this adversary sees, or from which its view
@@ -143,13 +143,13 @@ class JointEpsilon:
     Attributes:
         num_runs: number of runs, this one included.
         epsilon: upper bound of the composition of all their events, if no run's settings depend on another run's results.
-        delta: probability bound of `epsilon`.
+        delta: the delta at which `epsilon` holds.
         accountant: the accountant that proves it.
         on_ledger: whether the runs share a server's ledger. If not, they are runs of one strategy in this process.
         runs_not_included: runs not included because their unit or neighboring relation differs, as text.
         filter_epsilon: epsilon of the ledger's fully adaptive budget, or None. It holds even if results of some runs chose the
             settings of others; `epsilon` does not.
-        filter_delta: probability bound of `filter_epsilon`.
+        filter_delta: the delta at which `filter_epsilon` holds.
     """
 
     num_runs: int
@@ -182,7 +182,7 @@ class PrivacyStatement:
         unit: unit of privacy: `client` or `record`.
         relation: neighboring relation.
         protected_against: the adversaries against whom `epsilon` holds.
-        delta: probability bound of every epsilon here, in [0, 1).
+        delta: the delta at which every epsilon here holds, in [0, 1).
         epsilon: proved upper bound; infinite if the run was not private.
         accountant: the accountant that proves it.
         paper_epsilon: the paper's epsilon, if the method has one.
@@ -191,9 +191,10 @@ class PrivacyStatement:
         sampling: rule that sampled the cohorts, as text.
         events: the events of the ledger, as text.
         assumptions: conditions of the guarantee.
-        not_covered: everything that clients or the server sent that the guarantee does not cover.
+        not_covered: data from clients or the server that the guarantee does not cover.
         incidents: dropouts, refused replies and early stops, as text.
-        unlisted_incidents: text on what `incidents` leave out because it would reveal a cohort; empty for nothing.
+        unlisted_incidents: text on what `incidents` leave out: what could reveal a cohort, and replies to evaluations, which
+            are not counted; empty for nothing.
         adversaries: the epsilon against each adversary, if they see different things. `epsilon` is the largest over those that
             are not trusted.
         epsilon_by_release: if several kinds of releases were charged, an upper bound for each kind alone.
@@ -242,7 +243,7 @@ class PrivacyStatement:
     def to_dict(self) -> dict[str, Any]:
         """Return the statement as JSON-ready values, in the groups of its text.
 
-        An infinite epsilon is None, and `guarantee.private` is False then.
+        An infinite epsilon is None. `guarantee.private` is False if that of the guarantee is infinite.
         """
         flat: dict[str, Any] = {"private": self.private, **finite_or_none(asdict(self))}
         grouped = {title: {name: flat.pop(name) for name in names} for title, names in _GROUPS.items()}
@@ -256,7 +257,7 @@ class PrivacyStatement:
             "AGAINST WHOM": _table(self.adversaries),
             "HOW": _paragraphs(self._how()),
             "CLIENTS": _paragraphs([] if self.clients is None else self.clients.lines()),
-            "ASSUMPTIONS": _paragraphs(self.assumptions, mark="{}. "),
+            "ASSUMPTIONS": _paragraphs([line for line in self.assumptions if not line.startswith(_NO_GUARANTEE)], mark="{}. "),
             "NOT COVERED": _paragraphs(self.not_covered, mark="- "),
             "INCIDENTS": _paragraphs(happened, mark="- " if self.incidents else ""),
         }
@@ -270,7 +271,7 @@ class PrivacyStatement:
             if self.accountant.startswith("selection-"):  # it covers the choice, not the rounds of the chosen run alone
                 charged = f"the choice among K runs; the chosen run has {charged}"
             proof = f"Upper bound (accountant {self.accountant}) for {charged}."
-            lines = [f"Each {self.unit} has {promise}.", proof]
+            lines = [f"Each {self.unit} has {promise}.", proof, *delta_warnings(self.assumptions)]
         else:
             lines = [f"NOT PRIVATE. Epsilon is infinite: no guarantee is stated for any {self.unit}."]
         if not self.adversaries:  # else their table says it
@@ -296,7 +297,7 @@ def _paragraphs(texts: Iterable[str], *, mark: str = "") -> list[str]:
 
 def _wrapped(text: str, before: str) -> list[str]:
     """Return the lines of a text, the first one behind `before`, the others below it."""
-    width = _WIDTH - _TITLE_WIDTH - len(before)
+    width = max(20, _WIDTH - _TITLE_WIDTH - len(before))  # numbers of many digits may leave less
     lines = textwrap.wrap(text, width, break_long_words=False, break_on_hyphens=False)
     return [f"{' ' * len(before) if number else before}{line}" for number, line in enumerate(lines)]
 

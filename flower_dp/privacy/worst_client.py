@@ -31,7 +31,7 @@ class MaxClientEpsilon:
     Args:
         terms: terms of every client, by name.
         relation: neighboring relation of the ledgers.
-        delta: probability bound of the stated epsilon, also that of the budgets in the terms.
+        delta: the delta at which the stated epsilon holds, also that of the budgets in the terms.
     """
 
     def __init__(self, terms: Mapping[str, ClientTerms], *, relation: Relation, delta: float) -> None:

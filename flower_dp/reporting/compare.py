@@ -34,7 +34,7 @@ class ComparedRun:
         spent: epsilon spent by round.
         clip_norms: clip norm by round, if it is adaptive.
         epsilon: the statement's epsilon, or the last one recorded if the run is unfinished; infinite if not private.
-        delta: probability bound of `epsilon`, or None.
+        delta: the delta at which `epsilon` holds, or None.
         unit: unit of privacy and neighboring relation.
         protected_against: adversaries, as the statement names them.
         finished: whether the run has ended with a final model.

@@ -113,7 +113,7 @@ def read_past_run(folder: str | os.PathLike[str]) -> RunContents:
 def _statement(file: Path) -> dict[str, Any]:
     statement = checks.json_object(file.name, file.read_bytes())
     if statement.get("format") != FORMAT:
-        raise ValueError(f"{file.name}: must have format {FORMAT}; write it again with: flower-dp statement RUN")
+        raise ValueError(f"{file.name}: must have format {FORMAT}: another version of flower-dp wrote it; run it again")
     for name in ("guarantee", "mechanism"):
         if not isinstance(statement.setdefault(name, {}), dict):
             raise ValueError(f"{file.name}: {name} must be a JSON object")

@@ -14,7 +14,9 @@ _TYPES: dict[type, str] = {bool: "true or false", int: "a whole number", float: 
 _ALIKE = 0.6
 _MAX_SUGGESTED = 5
 # The end of an error about an unknown setting that resembles none.
-SETTINGS_PAGE = "docs/settings.md lists all settings, `flower-dp presets` all presets"
+SETTINGS_PAGE = (
+    "the page Settings of the documentation lists all (in a checkout: pyproject.toml), `flower-dp presets` the presets"
+)
 # Of keys whose values are paths.
 _PATHS = ("-dir", "-ledger")
 
@@ -67,7 +69,10 @@ def suggestions(key: str, known: Mapping[str, Any], method: str) -> list[str]:
         >>> [suggestions(key, known, "dp-fedavg") for key in ("epsilon", "nbafl.clip", "foo")]
         [['dp-fedavg.target-epsilon'], ['dp-fedavg.clip-norm'], []]
     """
-    name = key.rpartition(".")[2]
+    table, _, name = key.rpartition(".")
+    tables = {one.rpartition(".")[0] for one in known if one.endswith(f".{name}")}
+    if table and (like := difflib.get_close_matches(table, tables, n=1, cutoff=_ALIKE)):
+        return [f"{like[0]}.{name}"]
     readable = [one for one in known if "." not in one or (method and one.startswith(f"{method}."))]
     if f"{method}.{name}" in known:
         return [f"{method}.{name}"]

@@ -41,7 +41,7 @@ class ClientLevelRules:
     no weights by example counts. Missing and refused replies count as zeros, and a round with an empty cohort is charged too.
 
     The accounting claims amplification by sampling only if no message reveals who takes part. It claims none if the sum may lack
-    noise shares, or if clients select the coordinates that they send.
+    noise shares, or if clients compress their own noised updates.
 
     Args:
         name: the method's name on the wire.
@@ -288,7 +288,7 @@ def _adversaries(rules: ClientLevelRules, charges: Charges, inside: PrivacyCost,
         knows, sees, published = "", "every client's update without noise", "every global model"
         server, std = replace(inside, epsilon=math.inf, accountant="none"), 0.0
     else:
-        knows, published = ", and its own noise share", "every sum and global model"
+        knows, published = ", and its own noise share", "every noised sum and global model"
         sees = "every message with only its sender's noise share, and who took part"
         multiplier = rules.noise.min_share_std / release.clip_norm
         share = replace(release, mechanism=Gaussian(noise_multiplier=multiplier), sampler=FullSampling())

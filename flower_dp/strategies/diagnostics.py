@@ -8,7 +8,7 @@ from typing import Any
 from flower_dp import wire
 from flower_dp.core.root_logger import SHOWN
 from flower_dp.core.vectors import Layout
-from flower_dp.privacy.statement import PrivacyStatement
+from flower_dp.privacy.statement import PrivacyStatement, delta_warnings
 from flower_dp.strategies.population.client_manager import KnownClients
 from flower_dp.strategies.releases.release import RoundRequest
 from flower_dp.strategies.releases.replies import CollectedReplies
@@ -50,13 +50,15 @@ def run_fingerprint(rules: MethodRules, layout: Layout, optimizer: ServerOptimiz
     }
 
 
-def log_start(rules: MethodRules, known_clients: KnownClients, model: wire.Model) -> None:
-    """Log before the first round the number of clients, the norms of noise and updates, and warnings about the model."""
+def log_start(rules: MethodRules, known_clients: KnownClients, model: wire.Model, statement: PrivacyStatement) -> None:
+    """Log before the first round the number of clients, the norms of noise and updates, and warnings of delta and the model."""
     dimension = model.layout.size
     _log_shared(model)
     log.info("%s parameters, %s clients on %s nodes", dimension, len(known_clients.names), len(set(known_clients.nodes)))
+    for line in delta_warnings(statement.assumptions):
+        log.warning("%s", line, extra=SHOWN)
     noise, signal = rules.noise_and_signal_norms(dimension)
-    log.info("Norm of the noise on the mean of round 1 %.3g, of the mean without it at most %.3g", noise, signal)
+    log.info("Round 1: the noise on the mean has norm %.3g, the mean itself at most %.3g", noise, signal)
     if noise > signal:
         log.warning(
             "Noise on the mean is %.1f times the largest possible noiseless mean, so one round teaches little. Try more clients "

@@ -25,8 +25,9 @@ from flower_dp.strategies.strategy import DPStrategy
 def forecast(strategy: DPStrategy, *, num_rounds: int, names: Sequence[str]) -> PrivacyStatement:
     """Return the statement that this strategy's run will have. Uses the strategy up: don't start it afterwards.
 
-    If the cost depends on random cohorts, the forecast assumes the most expensive ones. Some clients with their own budgets are
-    selected in every round until the budget is spent. A cohort whose size affects the cost is as small as any is likely to be.
+    If the cost depends on random cohorts, the forecast assumes cohorts that cost as much as any likely ones. Some clients with
+    their own budgets are selected in every round until the budget is spent. A cohort whose size affects the cost is as small as
+    any is likely to be.
 
     Args:
         strategy: the strategy, constructed as for the run.

@@ -358,7 +358,7 @@ def _delta_warning(books: ClientLedgers) -> tuple[str, ...]:
 
 
 def relies_on_secret_sampling(rules: LocalRules, charges: Charges) -> bool:
-    """Return whether a client's epsilon is lower only because nobody else knows which of its records it draws."""
+    """Return whether a client's epsilon may be lower because nobody else knows which of its records it draws."""
     releases = {name: terms.release for name, terms in rules.books.terms.items()}
     sampled = {
         name for name, drawn in releases.items() if drawn.unit == "record" and drawn.expected_cohort_size < drawn.num_units

@@ -95,7 +95,8 @@ class MemoryLog:
     def check_state(self, numbers: Mapping[str, int], charges: Charges) -> None:
         """Refuse a state with other charges than this run.
 
-        A state without charges starts another run. A run without charges takes over the charges of any state.
+        A state without charges starts another run. A run without charges takes over the charges that a state has.
+        It refuses a checkpoint's state, whose charges are in its ledger.
         """
         charged = self.charges.numbers()
         if charged and any(numbers.values()) and charged != numbers:
@@ -118,7 +119,7 @@ class MemoryLog:
     def joint_of(self, run: str, scope: CostScope, delta: float) -> JointEpsilon | None:
         """Return the joint epsilon of a run and the strategy's other runs; None if there are none.
 
-        It is infinite if one of them was charged elsewhere: its state has the number of charges, not their events.
+        It is infinite if one of them was charged in another process too: that process may have charged more.
         """
         joint = _joint(self.all, run, scope, delta)
         if self.unknown and (joint is not None or self.unknown != {run}):

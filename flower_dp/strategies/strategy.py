@@ -86,7 +86,7 @@ class DPStrategy(RunView, Strategy):
             setattr(cls, "start", with_run_lifecycle(cls.start))  # noqa: B010
 
     def begin(self) -> None:
-        """Start a new run. Its joint epsilon includes earlier runs if all use the same ledger, or none uses one."""
+        """Start a new run. Its joint epsilon includes earlier runs if all have the same `ledger`, or none has one."""
         self._session.begin()
 
     @property
@@ -206,7 +206,7 @@ class DPStrategy(RunView, Strategy):
             self._session.resume(checkpoint)
         known_clients = self._known_clients(grid)
         self.summary()
-        diagnostics.log_start(self.rules, known_clients, model)
+        diagnostics.log_start(self.rules, known_clients, model, self.statement)
         rounds = Rounds(
             num_rounds=num_rounds,
             timeout=timeout,
@@ -240,7 +240,7 @@ class DPStrategy(RunView, Strategy):
         self._had_changing_names |= session.record.changing_names
         session.writer.keep(server_round - 1, arrays, session.state, is_over=True)
         if is_first:
-            diagnostics.log_start(self.rules, known_clients, model)
+            diagnostics.log_start(self.rules, known_clients, model, self.statement)
         # Checked here, so that no subclass's `start` can bypass it: no charge and no message follows.
         # A run that has ended stays ended: a later round may cost less, but the ledger may not cover its clients.
         if session.record.ended_before:

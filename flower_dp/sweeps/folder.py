@@ -165,7 +165,7 @@ class SweepFolder:
 
     def _aside(self, folder: Path) -> Path:
         """Return a new folder for a run that can't be resumed: its charges stay in the sweep's statement."""
-        names = (folder.with_name(f"{folder.name}-can-not-go-on-{number}") for number in count(1))
+        names = (folder.with_name(f"{folder.name}-not-resumable-{number}") for number in count(1))
         return next(path for path in names if not path.exists())
 
 

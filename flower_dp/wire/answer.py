@@ -62,7 +62,8 @@ class ReplyHeader:
         refused: refusals by client. The payload's sum has every other requested client.
         payload: header of the payload.
         seeded_noise: whether the noise came from a fixed seed, as in a test; the run is not private then.
-        metrics: requested training metrics, summed over the clients in the payload's sum; empty if none were requested.
+        metrics: requested training metrics, summed over the clients in the payload's sum; empty unless the server requests
+            them and the client's policy allows them.
         payload_bytes: size of all rows in the payload's sum, as if each client had sent its own row.
         fresh: clients in the payload's sum that had no vector of an earlier round, in methods whose clients keep one.
 

@@ -31,8 +31,9 @@ else:  # msgspec decodes names alone: `Instruction.from_json` sets the arrays, w
 class Promise(Part, frozen=True, kw_only=True):
     """The clip norm and noise multiplier of a whole release, as the server states them.
 
-    A client's policy checks both. Clients without terms of their own clip to `clip_norm`, unless the request has an indicator.
-    No client scales its noise by `noise_multiplier`.
+    A client's policy checks both. Under local DP it checks only `clip_norm`, and its noise limits hold for the client's own
+    noise. Clients without terms of their own clip to `clip_norm`, unless the request has an indicator. No client scales its
+    noise by `noise_multiplier`.
 
     Attributes:
         clip_norm: bound on the norm of every client's, or every record's, contribution; above 0.

@@ -82,6 +82,27 @@ def test_nonsense_in_a_node_config_is_refused_naming_the_key():
         client_of(LAPLACE, **{"fedsgd-dpc.epsilon": "1"})
 
 
+@pytest.mark.parametrize(
+    ("key", "meant"),
+    [
+        ("evaluation.every", "private-evaluation.every"),
+        ("privat-evaluation.epsilon", "epsilon"),
+        ("nbaf.paper-epsilon", "nbafl.paper-epsilon"),
+        ("num-client", "num-clients"),
+        ("report-client-metric", "report-client-metrics"),
+    ],
+)
+def test_a_misspelled_setting_of_a_device_is_refused_and_the_servers_value_is_not_used(key, meant):
+    """It would count as another app's key, and a device that sets nothing else would take all that the server has set."""
+    server = {**LAPLACE, "private-evaluation.every": 1, "private-evaluation.epsilon": 9.0, "report-client-metrics": True}
+    with pytest.raises(ValueError, match=f"{key}: unknown setting in this device's node-config; did you mean .*{meant}?"):
+        own_settings(server, {"partition-id": 0, "num-partitions": 4, "ledger-path": "x", key: 0})
+
+
+def test_keys_of_other_apps_are_no_settings_of_a_device():
+    assert own_settings(LAPLACE, {"partition-id": 0, "hospital": "a", "model.path": "x"}) == LAPLACE
+
+
 def test_metrics_stay_where_the_device_says_so():
     asked = {**FEDAVG, "report-client-metrics": True}
     assert client_of(asked).policy.allow_metrics

@@ -149,7 +149,10 @@ ON = {"private-evaluation.every": 1}
             "private-evaluation.noise-multiplier=2.0: is read with private-evaluation.every above 0 only",
         ),
         ({"private-evaluation.metrics": "f1=1"}, "private-evaluation.metrics='f1=1'.* the metrics are loss, accuracy"),
-        ({"private-evaluation.often": 1}, "private-evaluation.often=1: unknown setting; docs/settings.md lists all settings"),
+        (
+            {"private-evaluation.often": 1},
+            "private-evaluation.often=1: unknown setting; the page Settings of the documentation lists all",
+        ),
         (
             ON | {"private-evaluation.epsilon": 1.0},
             "private-evaluation.epsilon=1.0: .* method='dp-fedsam' has private-evaluation.noise-multiplier",

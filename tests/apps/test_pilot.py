@@ -192,7 +192,10 @@ def test_an_app_of_its_own_can_have_a_pilot(call, own_app):
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
-        (["--estimate-from", "tests/foreign/tiny"], "--estimate-from=tests/foreign/tiny: has no pilot; name one in its pyproject.toml"),
+        (
+            ["--estimate-from", "tests/foreign/tiny"],
+            "--estimate-from=tests/foreign/tiny: has no pilot; name one in its pyproject.toml",
+        ),
         ([*PRESET, "--l2", "0"], "--l2=0.0: must be"),
         ([*PRESET, "--set", "partition=odd"], "partition='odd': must be one of"),
         ([*PRESET, "--problem", "/nowhere.toml"], "problem='/nowhere.toml': can't be read"),

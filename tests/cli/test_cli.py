@@ -181,7 +181,7 @@ def test_a_preset_changes_settings_and_set_wins(tmp_path, call, monkeypatch):
         ),
         (["mnits"], "mnits: is neither a folder of a Flower app, nor a preset, nor a task; did you mean mnist?"),
         (["--set", "num-clints=1"], "num-clints: unknown setting of flower-dp; did you mean num-clients?"),
-        (["--set", "foo=1"], "foo: unknown setting of flower-dp; docs/settings.md lists all settings, `flower-dp presets`"),
+        (["--set", "foo=1"], "foo: unknown setting of flower-dp; the page Settings of the documentation lists all"),
         (["--set", "evaluation.every=1"], "unknown setting of flower-dp; did you mean private-evaluation.every?"),
         (["--set", "num-rounds=1.5"], "num-rounds=1.5: must be a whole number"),
         (["--set", "seed"], "--set seed: must be key=value"),

@@ -79,7 +79,7 @@ def test_an_app_around_ones_own_model_is_told_as_well(call, tmp_path):
         ),
         (
             ("calibrate", "dp-fedavg", "--epsilon", "8", "--set", "dp-fedavg.noise-multiplier=2"),
-            "noise-multiplier=2.0: epsilon=8 determines it",
+            "noise-multiplier=2.0: the table's epsilon=8 already determines the noise",
         ),
         (
             ("calibrate", "mnist-dp-fedpaq", "--epsilon", "8", *PAPER),

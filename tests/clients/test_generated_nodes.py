@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from flwr.app import RecordDict
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import nn
 
@@ -94,6 +94,7 @@ OWN = RecordMetrics(names=("value",), of=lambda outputs, target: {"value": float
     st.sampled_from(["record", "record", "client"]),
     st.integers(0, 99),
 )
+@example(12, 9, "replace-one", "record", 0)  # of which twelve a draw with replacement takes one twice
 def test_each_record_contributes_once_at_most_to_an_evaluation(size, public, relation, unit, seed):
     """As many as are public, under replace-one; and where the unit is the client, the mean of all of them."""
     values = torch.arange(1, size + 1, dtype=torch.float32)[:, None] / 16

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from flower_dp.planning import ProblemError, dp_pasgd
 from flower_dp.planning.dp_pasgd import Problem, plan
 from flower_dp.privacy import accounting
-from flower_dp.privacy.dp_pasgd import noise_std, paper_epsilon, tight_epsilon
+from flower_dp.privacy.dp_pasgd import noise_std, paper_epsilon, proved_epsilon
 from tests.planning.problems import PASGD as PROBLEM
 
 # golden.md: K = 200, G = 1, X = 64, delta = 1e-4, epsilon = 4.
@@ -76,7 +76,7 @@ def test_eq_23_as_printed_is_far_too_little_noise():
     assert printed_eq_9(right, 200, 1.0, 64, 1e-4) == pytest.approx(4.0)
     assert paper_epsilon(noise_std=printed, **GOLDEN) == pytest.approx(printed_eq_9(printed, 200, 1.0, 64, 1e-4))
     # Nor does exact composition save it.
-    assert tight_epsilon(noise_std=printed, **GOLDEN) > 70
+    assert proved_epsilon(noise_std=printed, **GOLDEN) > 70
 
 
 @given(
@@ -97,11 +97,11 @@ def test_the_recomputed_epsilon_never_exceeds_the_target(epsilon, delta, num_ste
 def test_tight_is_exact_composition_with_sensitivity_2_g_over_x():
     # 4 Gaussians of std s and sensitivity 2 G / X are one of std s / 2 (closed form of Balle and Wang, by the other road).
     std = noise_std(epsilon=2.0, **GOLDEN | {"num_steps": 4})
-    found = tight_epsilon(noise_std=std, **GOLDEN | {"num_steps": 4})
+    found = proved_epsilon(noise_std=std, **GOLDEN | {"num_steps": 4})
     one = GaussianDpEvent(std / 2 / (2 * 1.0 / 64))  # noise std over sensitivity, as add-or-remove-one counts
     assert found == pytest.approx(accounting.epsilon(one, delta=1e-4, relation="add-or-remove-one").epsilon, rel=1e-6)
     # golden.md: multiplier 1 under replace-one at delta 1e-5.
-    golden = tight_epsilon(noise_std=0.5, delta=1e-5, num_steps=1, clip_norm=2.0, batch_size=4)
+    golden = proved_epsilon(noise_std=0.5, delta=1e-5, num_steps=1, clip_norm=2.0, batch_size=4)
     assert golden == pytest.approx(9.997256, abs=1e-5)
 
 
@@ -169,7 +169,7 @@ def test_is_feasible_and_the_best_of_all(budget, convexity, learning_rate, **key
     assert found["cost"] == p["cost_per_aggregation"] * rounds + p["cost_per_step"] * k <= p["max_resource_cost"]
     assert eta_l + eta_l**2 * tau * (tau - 1) <= 1 + 1e-12
     assert found["epsilon"] <= p["epsilon"]
-    assert found["epsilon_tight"] <= found["epsilon"] * (1 + 1e-6) + 1e-6
+    assert found["epsilon_proved"] <= found["epsilon"] * (1 + 1e-6) + 1e-6
     stds = found["noise_std"] if isinstance(found["noise_std"], list) else [found["noise_std"]] * 3
     assert isinstance(found["noise_std"], list) == isinstance(p["batch_size"], list)
     assert stds == pytest.approx([bisected_std(p, k, x) for x in sizes_of(p)], rel=1e-6)

@@ -394,4 +394,4 @@ def test_the_planners_answer_can_be_run_as_it_is():
     statement = strategy.statement
     assert statement.noise["min_noise_std_of_a_mean_gradient"] == pytest.approx(answer["noise_std"], rel=1e-12)
     assert statement.paper_epsilon.epsilon == pytest.approx(answer["epsilon"], rel=1e-9)
-    assert statement.epsilon == pytest.approx(answer["epsilon_tight"], rel=1e-6)
+    assert statement.epsilon == pytest.approx(answer["epsilon_proved"], rel=1e-6)

@@ -282,7 +282,16 @@ def test_a_delta_is_judged_by_the_clients_that_are_known():
     """0.3 is below 1 / 3 clients of the start, and above 1 / 4 once one has joined, also after it has left."""
     for changes, warned in (({}, False), ({2: {4: "d"}}, True), ({2: {4: "d"}, 3: {4: None}}, True)):
         strategy, _ = run(THREE, changes, strategy=DPFedAvg(**WORDS | {"delta": 0.3}))
-        assert ("DELTA IS NO GUARANTEE: 0.3 is at least 1/4 for 4 clients" in " ".join(str(strategy.statement).split())) is warned
+        guarantee = " ".join(str(strategy.statement).partition("AGAINST WHOM")[0].split())
+        assert ("DELTA IS NO GUARANTEE: 0.3 is at least 1/4 for 4 clients" in guarantee) is warned
+
+
+@pytest.mark.parametrize(("delta", "warned"), [(0.3, False), (0.34, True)])
+def test_a_delta_that_guarantees_nothing_is_warned_of_before_the_first_round(caplog, delta, warned):
+    with caplog.at_level(logging.WARNING, "flwr"):
+        run(THREE, {}, num_rounds=1, strategy=DPFedAvg(**WORDS | {"delta": delta}))
+    warnings = [record for record in caplog.records if "DELTA IS NO GUARANTEE" in record.getMessage()]
+    assert [getattr(record, "shown", False) for record in warnings] == [True] * warned
 
 
 def test_a_fourth_client_joins_and_takes_part(caplog):

@@ -69,7 +69,7 @@ def test_a_run_with_charges_goes_on_or_stays_in_the_statement(folder, runs, leav
     folder.check([run])
     assert [(place.name, on) for _, place, on in folder.left([run])] == [(run.name, goes_on)]
     aside = [one for one in folder.runs() if one.name != run.name]
-    assert [one.name for one in aside] == ([] if goes_on else [f"{run.name}-can-not-go-on-1"])
+    assert [one.name for one in aside] == ([] if goes_on else [f"{run.name}-not-resumable-1"])
     assert all(has_charges(one) for one in aside)
     assert (folder.of(run) / "metrics.jsonl").exists() == goes_on
 
@@ -90,7 +90,7 @@ def test_a_run_whose_checkpoint_cant_be_read_is_refused_until_its_folder_is_rena
     ) as refused:
         folder.check([one, other])
     assert folder.of(one).name + ":" not in str(refused.value)
-    folder.of(other).rename(folder.of(other).with_name(f"{other.name}-can-not-go-on-1"))
+    folder.of(other).rename(folder.of(other).with_name(f"{other.name}-not-resumable-1"))
     folder.check([one, other])
     assert [(run.seed, goes_on) for run, _, goes_on in folder.left([one, other])] == [(0, True), (1, False)]
     assert len(folder.runs()) == 2  # what was charged stays in the statement

@@ -1,7 +1,7 @@
 """Isolated records: a client's records, read one by one and computed in fixed places, so that no record changes another.
 
-A record counts if it can be read and the model and the loss accept its shapes and types. No other record decides it, neither the
-first record nor the majority.
+Whether a record counts follows from that record alone: whether it can be read, whether model and loss accept its shapes and
+types, and whether its results are finite (`clipped_sum`). No other record decides it, neither the first record nor the majority.
 """
 
 from collections.abc import Callable, Iterator

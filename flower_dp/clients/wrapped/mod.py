@@ -135,7 +135,7 @@ def privacy_mod(
     the model. It makes the update, clips it, and rounds it to the lattice of the noise. It then adds the client's noise share, if
     the server requests shares, and compresses after that. The reply is one that `DPClient` would send. With `terms` the client
     instead adds its full noise by its own terms (local DP), as a `LocalDPClient` does. Each reply is then charged to an account
-    in the node's state before the app is called.
+    in the node's state, or in the owner's `ledger-path`, before the app is called.
 
     A reply to training has no example counts, and the app's metrics only if both server and policy allow it. In a private
     evaluation (`flower_dp.strategies.PrivateEvaluation`) the mod calls the app's own evaluate function. It sends only a vector of

@@ -69,7 +69,8 @@ class PendingRound:
 class Exchange(Protocol):
     """The way of the rows of a round's clients to the server, as one sum.
 
-    It may have several stages. The charge of the round is on the disk before the messages of the first stage are made. Data that
+    It may have several stages. The charge of the round is in the log, and with a ledger on the disk, before the messages of
+    the first stage are made. Data that
     one stage needs from another stay within `total`, or in the exchange for the round: the run's state has nothing of a round.
     """
 

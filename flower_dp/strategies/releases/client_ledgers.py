@@ -85,8 +85,8 @@ class Population:
 class ClientLedgers:
     """The terms of clients that add their full noise, each under its own budget, and the costs of their charges.
 
-    Each client keeps an account and refuses to exceed it. The server's charges only produce the statement; they do not protect
-    the client. The server weights replies with public numbers only.
+    Each client keeps an account and refuses to exceed it. The server computes the statement and skips clients by its
+    own charges; these do not protect the client. The server weights replies with public numbers only.
 
     A client that sends updates without noise, or without clipping, can't be distinguished from an honest one, since the server
     does not know the distribution of honest messages. It gives up its own privacy. The largest norm of an honest reply bounds how

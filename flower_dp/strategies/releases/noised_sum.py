@@ -79,7 +79,7 @@ class NoisedSum:
 
     @property
     def release(self) -> releases.Release:
-        """The release that the accounting charges."""
+        """The noised sum that is released, with all its noise; `noise.events` has what is charged."""
         return self.noise.release
 
     @property
@@ -122,7 +122,7 @@ class NoisedSum:
     # A round
 
     def cohort(self, state: RunState, names: tuple[str, ...], rng: Generator) -> tuple[np.ndarray, SumState]:
-        """Return the indices of the next round's clients. The number of charges fixes both the order and the cost.
+        """Return the indices of the next round's clients. If the order is fixed, the number of charges gives the position in it.
 
         Round robin uses one order of the clients in the whole run.
 

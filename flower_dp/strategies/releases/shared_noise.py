@@ -117,7 +117,7 @@ class NoiseSharing:
 
     @property
     def total_shares(self) -> int:
-        """The number of shares that make up the noise of the sum: the maximum cohort size.
+        """The number of shares of the noise if the server completes it: the maximum cohort size.
 
         It is a public number. Shares sized by the number of selected clients would reveal that number to each of them.
         """
