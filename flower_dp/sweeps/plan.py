@@ -77,7 +77,9 @@ def planned(file: SweepFile, cores: int) -> tuple[SweepRun, ...]:
     known: dict[str, SweepRun] = {}
     for run in runs:
         if (other := known.setdefault(run.name, run)) is not run:
-            raise checks.SettingsError(f"points: {other.description!r} and {run.description!r} are the same run; leave one of them out")
+            raise checks.SettingsError(
+                f"points: {other.description!r} and {run.description!r} are the same run; leave one of them out"
+            )
     return tuple(runs)
 
 
