@@ -228,7 +228,7 @@ def _in_process(sweep: Sweep, folder: SweepFolder, deadline: float) -> None:
                 break
             started = time.monotonic()
             play(run, place, goes_on=goes_on)
-            print(f"[{number}/{len(left)}] {run.told}: {time.monotonic() - started:.0f} s", flush=True)
+            print(f"[{number}/{len(left)}] {run.description}: {time.monotonic() - started:.0f} s", flush=True)
         Results(folder=folder, runs=runs, metric=sweep.file.metric).write_rows()
     if all(is_finished(folder.of(run)) for run in runs):
         sweep.make(folder, print)  # makes no run: writes the table, the figure and the statement

@@ -142,7 +142,7 @@ class TrialRunner:
             before, asked = arrays, _indicator(strategy)
             released, _ = strategy.aggregate_train(server_round, grid.send_and_receive(messages))
             arrays = before if released is None else released
-            seen.append([sign * part for part in self._seen(before, arrays)])
+            seen.append([sign * part for part in self._view_of_round(before, arrays)])
             if asked is not None:
                 counts.append(self._beside(asked))
         parts = [np.stack(rounds) for rounds in zip(*seen, strict=True)]
@@ -159,7 +159,7 @@ class TrialRunner:
         rules: Any = self.strategy.rules
         return self.strategy.charges.history(rules.training.scope, "c0", release=rules.training.name)
 
-    def _seen(self, before: ArrayRecord, after: ArrayRecord) -> list[np.ndarray]:
+    def _view_of_round(self, before: ArrayRecord, after: ArrayRecord) -> list[np.ndarray]:
         """Return the adversary's view of a round [d]; for a participant, also the view without its own noise."""
         if self.case.view == "server":
             return [self._sent_by(_UNIT)]

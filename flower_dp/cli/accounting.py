@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import click
 import typer
 
-from flower_dp.cli.options import AsJson, Settings, given, refuse, refusing
+from flower_dp.cli.options import AsJson, Settings, given_options, refuse, refusing
 from flower_dp.core.formatting import finite_or_none, format_rounded_up
 
 if TYPE_CHECKING:
@@ -141,7 +141,7 @@ def calibrate(
 def _number_of_runs(best_of_mean: float | None, shape: float) -> "RunCountLaw | None":
     """Return the law of K, the number of runs among which one is chosen; None for a single run."""
     if best_of_mean is None:
-        if "best_of_shape" in given():
+        if "best_of_shape" in given_options():
             refuse("--best-of-shape: needs --best-of-mean")
         return None
     from flower_dp.privacy.selection import number_of_runs
@@ -188,7 +188,7 @@ def _show(cost: dict[str, Any], *, as_json: bool) -> None:
 
 def _is_run(target: str | None, fit: set[str]) -> bool:
     """Return whether the command names a run. If it does, refuse options that describe releases."""
-    options = given()
+    options = given_options()
     if target is None:
         if "setting" in options:
             refuse("--set: needs a preset, a task, a method or an app; name one")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from flower_dp.cli.options import AsJson, given, refusing
+from flower_dp.cli.options import AsJson, given_options, refusing
 from flower_dp.core import checks, dp_events
 from flower_dp.core.formatting import finite_or_none, format_delta, format_epsilon
 
@@ -109,7 +109,7 @@ def create_server(
     from flower_dp.privacy.budget import LedgerBudget
     from flower_dp.privacy.store import Store
 
-    options = given().values()
+    options = given_options().values()
     with refusing():
         for option, needed in _NEEDED.items():
             if option in options and needed not in options:

@@ -21,7 +21,7 @@ FigureFile = Annotated[
 ]
 
 
-def given() -> dict[str, str]:
+def given_options() -> dict[str, str]:
     """Return the parameters that were given on the command line, each with its option."""
     context = click.get_current_context()
     return {

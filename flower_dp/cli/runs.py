@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from flower_dp.cli.options import Settings, given, refuse, refusing
+from flower_dp.cli.options import Settings, given_options, refuse, refusing
 
 # Parameters that a resumed run may change.
 _MAY_CHANGE = {"resume", "workers", "ray_address"}
@@ -49,7 +49,7 @@ def run(
     Exit status: 0 the app ran to its end, 1 it failed, 2 invalid options, 130 interrupted.
     """
     if resume is not None:
-        if fixed := [option for name, option in given().items() if name not in _MAY_CHANGE]:
+        if fixed := [option for name, option in given_options().items() if name not in _MAY_CHANGE]:
             refuse(f"{fixed[0]}: can't be used with --resume; a resumed run keeps its app, settings, folder, SuperNodes and GPUs")
         _resume(resume, workers, ray_address)
         return

@@ -81,7 +81,7 @@ def sweep(
         typer.echo("\n" + statement.read_text(encoding="utf-8"))
     typer.echo(f"results: {folder.path}")
     if failed:
-        names = "\n".join(f"  {outcome.run.told}: {outcome.details}" for outcome in failed)
+        names = "\n".join(f"  {outcome.run.description}: {outcome.details}" for outcome in failed)
         again = "Repeat the command to try them again."
         if any(outcome.status == "refused" for outcome in failed):
             again = f"{again} A refused run needs its app as it was when the run began, or another --output-dir."
@@ -109,7 +109,7 @@ def _show_commands(file: Path, folder: "SweepFolder | None", *, private_selectio
         if private_selection:
             choice = PrivateSelection.read(file)
             plan.check([candidate.run for candidate in choice.candidates], forecast=True)
-            lines = [choice.told, *(candidate.run.command for candidate in choice.candidates)]
+            lines = [choice.description, *(candidate.run.command for candidate in choice.candidates)]
         else:
             sweep = Sweep.read(file)
             sweep.check(folder)

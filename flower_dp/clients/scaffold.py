@@ -71,7 +71,7 @@ class ScaffoldRecipe(DPFedPAQRecipe):
     method = "scaffold"
     vectors = ("control",)
 
-    def given(self, vectors: Mapping[str, Tensor], kept: Tensor | None) -> "ScaffoldRecipe":
+    def with_vectors(self, vectors: Mapping[str, Tensor], kept: Tensor | None) -> "ScaffoldRecipe":
         """Return the recipe of one client's reply in one round, with the server's c and its own c_i."""
         return replace(self, common=vectors["control"], own=kept)
 

@@ -18,17 +18,17 @@ _REPEATED = re.compile(r" \[repeated \d+x across cluster\].*$")
 
 
 @contextmanager
-def logged(folder: Path, *, go_on: bool, resumed: bool = False) -> Iterator[None]:
+def logged(folder: Path, *, append: bool, resumed: bool = False) -> Iterator[None]:
     """Redirect all output of this process and its workers to the log of a run in this folder, without terminal colors.
 
     Args:
         folder: folder of the run.
-        go_on: whether to append to the log of an earlier process.
+        append: whether to append to the log of an earlier process.
         resumed: whether the run is resumed, so that its last attempt begins here.
     """
     _flush()
     before = [(stream, os.dup(stream)) for stream in (1, 2)]
-    new_log(folder, go_on=go_on, resumed=resumed).close()
+    new_log(folder, append=append, resumed=resumed).close()
     write_to(folder / LOG)
     try:
         yield

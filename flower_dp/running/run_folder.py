@@ -248,15 +248,15 @@ def is_finished(folder: Path) -> bool:
     return "unfinished" not in checks.json_object(str(description), description.read_bytes())
 
 
-def new_log(folder: Path, *, go_on: bool = False, resumed: bool = False) -> IO[bytes]:
+def new_log(folder: Path, *, append: bool = False, resumed: bool = False) -> IO[bytes]:
     """Open the log of a run in its folder for its owner alone, also if others could open an earlier log there.
 
     Args:
         folder: folder of the run.
-        go_on: whether to append to the log; otherwise the log is emptied.
+        append: whether to append to the log; otherwise the log is emptied.
         resumed: whether to mark the beginning of a new attempt with a line.
     """
-    file = _opened(folder / LOG, _OWNERS_FILE, go_on=go_on)
+    file = _opened(folder / LOG, _OWNERS_FILE, append=append)
     (folder / LOG).chmod(_OWNERS_FILE)
     if resumed:
         file.write(f"\n{RESUMED_LINE}\n".encode())
@@ -277,10 +277,10 @@ def write_whole(path: Path, content: bytes) -> None:
         part.unlink(missing_ok=True)
 
 
-def _opened(path: Path, mode: int, *, go_on: bool = False) -> IO[bytes]:
+def _opened(path: Path, mode: int, *, append: bool = False) -> IO[bytes]:
     """Open a file to overwrite or append to it. A new file gets this mode."""
-    flag = os.O_APPEND if go_on else os.O_TRUNC
-    return os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | flag | os.O_CLOEXEC, mode), "ab" if go_on else "wb")
+    flag = os.O_APPEND if append else os.O_TRUNC
+    return os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | flag | os.O_CLOEXEC, mode), "ab" if append else "wb")
 
 
 def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:

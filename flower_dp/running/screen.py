@@ -22,7 +22,7 @@ _LOOK_SECONDS = 0.1
 
 
 @contextmanager
-def shown(stream: TextIO | None = None) -> Iterator[None]:
+def unbroken_output(stream: TextIO | None = None) -> Iterator[None]:
     """Turn a broken pipe within this context into an interruption of the command, as by a signal.
 
     From then on the output to the stream, by default standard output, is discarded, so that the end of a run meets no further
@@ -43,7 +43,7 @@ def shown(stream: TextIO | None = None) -> Iterator[None]:
 
 def echo(line: str, stream: TextIO | None = None) -> None:
     """Write a line to a stream, by default standard output; see `shown`."""
-    with shown(stream):
+    with unbroken_output(stream):
         typer.echo(line, file=stream)
 
 
@@ -103,7 +103,7 @@ class Screen(logging.Handler):
         """Show the line of a round, and stop to follow the log."""
         self._read()
         self._quiet = True
-        with shown(self._stream):
+        with unbroken_output(self._stream):
             self._display.show(metrics)
 
     def emit(self, record: logging.LogRecord) -> None:

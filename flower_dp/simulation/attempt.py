@@ -64,7 +64,7 @@ def attempt(
         check: function called while the grid is made; its ValueError, OSError or ImportError refuses the settings.
         on_line: function called with every line of the run's metrics.
     """
-    with flower_log.logged(folder, go_on=bool(resume), resumed=resume == RESUMED):
+    with flower_log.logged(folder, append=bool(resume), resumed=resume == RESUMED):
         try:
             _run(begun, folder, grids, resume, check, on_line)
         except SettingsError as error:  # before anything was charged

@@ -46,7 +46,7 @@ def address_of(ray_address: str) -> str:
         ValueError: if the address has another form.
         ConnectionError: if no Ray cluster answers, or "auto" finds none.
     """
-    address = _found() if ray_address == "auto" else ray_address
+    address = _address_of_auto() if ray_address == "auto" else ray_address
     form = _FORM.fullmatch(address)
     if form is None:
         hint = "; run on a machine of the cluster, without Ray's client protocol" if "://" in address else ""
@@ -84,7 +84,7 @@ def _seen_by_ray(host: str) -> str:
     return str(resolve_ip_for_localhost(host))
 
 
-def _found() -> str:
+def _address_of_auto() -> str:
     """Return the address for "auto". Ray itself would also join any other Ray that runs on this machine."""
     if address := os.environ.get("RAY_ADDRESS"):
         return address

@@ -327,7 +327,7 @@ def _paper(rules: ClientLevelRules, charges: Charges, run: RunFacts) -> PaperEps
     if release.relation != "add-or-remove-one":
         faults.append("it holds for add-or-remove-one")
     if rules.noise.compresses_noised_updates:
-        faults.append(f"{_made(rules)} of each client's own noised update is not post-processing of the noised sum")
+        faults.append(f"{_compression_text(rules)} of each client's own noised update is not post-processing of the noised sum")
     elif rules.noise.reveals_cohort and sampling_rate < 1:
         faults.append("it assumes that nobody knows the cohorts, and the number of noise shares in a sum reveals who takes part")
     if run.seeded_noise:
@@ -344,7 +344,9 @@ def _assumptions(rules: ClientLevelRules, run: RunFacts, sampling_counts: bool) 
         lines.append("The server is trusted: it sees single updates and adds the noise.")
     elif rules.noise.compresses_noised_updates:
         only = "In training, only" if evaluation is not None else "Only"
-        lines.append(f"{only} a client's own noise share protects it: its message is {_made(rules)} of its own noised update.")
+        lines.append(
+            f"{only} a client's own noise share protects it: its message is {_compression_text(rules)} of its own noised update."
+        )
         if evaluation is not None:
             lines += [f"In evaluations: {line}" for line in _of_shares(evaluation.noise)]
     else:
@@ -398,7 +400,7 @@ def _of_fixed_size(release: Release, purpose: str) -> list[str]:
     ]
 
 
-def _made(rules: ClientLevelRules) -> str:
+def _compression_text(rules: ClientLevelRules) -> str:
     """Return the function of its own noised update that a client sends, in words."""
     levels = rules.training.quantization_levels
     parts = ["top-k"] if rules.training.keep_ratio < 1 else []

@@ -57,14 +57,14 @@ def _forecast(strategy: DPStrategy, num_rounds: int, names: Sequence[str]) -> tu
     for server_round in range(1, num_rounds + 1):
         if rules.stop_reason(state, server_round, None):
             break
-        cohort = _asked(training, state.charges, names, num_rounds)
+        cohort = _likely_cohort(training, state.charges, names, num_rounds)
         if rules.stop_reason(state, server_round, len(cohort)):
             break
         charges = state.charges.after(training.charge(state.charges, server_round, cohort))
         if planned is not None:
             charges = charges.after(planned(charges, server_round, cohort))
         if evaluation is not None and evaluation.due(charges, server_round):
-            asked = _asked(evaluation, charges, names, num_rounds)
+            asked = _likely_cohort(evaluation, charges, names, num_rounds)
             charges = charges.after(evaluation.charge(charges, server_round, asked))
         state = replace(state, charges=charges)
     return rules, state
@@ -86,7 +86,7 @@ def outside_event(strategy: DPStrategy, *, num_rounds: int, names: Sequence[str]
     return rules.outside_ledger(state.charges).event, statement
 
 
-def _asked(release: Release, charges: Charges, names: Sequence[str], num_rounds: int) -> list[str]:
+def _likely_cohort(release: Release, charges: Charges, names: Sequence[str], num_rounds: int) -> list[str]:
     """Return a cohort that costs as much as any likely one."""
     if isinstance(release, NoisedSum) and isinstance(release.noise, NoiseSharing):
         return list(names[: smallest_cohort(release.noise, num_rounds)])

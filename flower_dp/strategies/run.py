@@ -24,7 +24,7 @@ from flower_dp.strategies.run_state import RoundReport, RunState
 _GOES_BACK = ("rounds", "model", "own", "optimizer")
 
 
-def asked(
+def open_round(
     release: Release,
     state: RunState,
     server_round: int,
@@ -101,7 +101,7 @@ def reported(
         bytes_up=collected.num_bytes,
         bytes_per_client=_bytes_per_client(now, collected),
         seconds=time.monotonic() - now.started,
-        epsilon=state.shown(numbers.pop("epsilon")),
+        epsilon=state.reported_epsilon(numbers.pop("epsilon")),
         cohort_is_secret=release.cohort_is_secret,
         numbers=numbers,
     )
@@ -192,7 +192,7 @@ def gone_back(state: RunState, to: RunState, *, evaluates: bool) -> RunState:
     return replace(state, releases=releases, **{name: getattr(to, name) for name in names})
 
 
-def check_goes_on(rules: MethodRules, charges: Charges) -> None:
+def check_resumable(rules: MethodRules, charges: Charges) -> None:
     """Refuse to resume charges of another strategy: with other noise, for example, they would get another cost.
 
     Raises:

@@ -144,7 +144,7 @@ class RunState:
         """Return the state with one more charge counted, as the log has it."""
         return replace(self, charged={**self.charged, charge.release: charge.number})
 
-    def shown(self, epsilon: float) -> float:
+    def reported_epsilon(self, epsilon: float) -> float:
         """Return an epsilon as it is reported: infinite if noise or sampling came from a fixed seed."""
         return math.inf if self.not_private else epsilon
 

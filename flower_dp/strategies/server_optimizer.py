@@ -71,7 +71,7 @@ class ServerOptimizer:
     @property
     def state(self) -> dict[str, Any]:
         """The strategy's state between rounds: its attributes that are numbers, texts, arrays, or lists or dicts of arrays."""
-        kept = {name: _kept(value) for name, value in vars(self._strategy).items()}
+        kept = {name: _stored_attribute(value) for name, value in vars(self._strategy).items()}
         return {name: value for name, value in kept.items() if value is not _NOT_KEPT}
 
     @state.setter
@@ -94,7 +94,7 @@ class ServerOptimizer:
         """
         copied = ServerOptimizer(self._fresh)
         try:
-            sent = copied._told(copied._asked(1, layout, model))
+            sent = copied._extra_names(copied._message_to_client(1, layout, model))
         except Exception as error:
             raise self._unfit("configure_train", error) from error
         if sent:
@@ -117,14 +117,14 @@ class ServerOptimizer:
             f"{checks.one_line(str(error), most=200)}); use a strategy that needs only the model of a reply, such as FedAdam"
         )
 
-    def _asked(self, server_round: int, layout: Layout, before: np.ndarray) -> Message:
+    def _message_to_client(self, server_round: int, layout: Layout, before: np.ndarray) -> Message:
         """Return the strategy's message to the one client."""
         message: Message
         with _quiet():
             (message, *_) = self._strategy.configure_train(server_round, _record(layout, before), ConfigRecord(), _ONE_NODE)
         return message
 
-    def _told(self, message: Message) -> list[str]:
+    def _extra_names(self, message: Message) -> list[str]:
         """Return the names of records and keys that a message sends clients besides the model and the round."""
         config, arrays = (getattr(self._strategy, f"{kind}record_key", kind) for kind in ("config", "array"))
         records = [name for name in message.content if name not in (config, arrays, *_PLAIN_RECORDS)]
@@ -143,7 +143,7 @@ class ServerOptimizer:
         Raises:
             RoundDiscarded: if the strategy gives no model, or one that is not finite.
         """
-        strategy, message = self._strategy, self._asked(server_round, layout, before)
+        strategy, message = self._strategy, self._message_to_client(server_round, layout, before)
         content: dict[str, Any] = {
             getattr(strategy, "arrayrecord_key", "arrays"): _record(layout, after),
             "metrics": MetricRecord({getattr(strategy, "weighted_by_key", "num-examples"): 1}),
@@ -181,7 +181,7 @@ def _array_record(arrays: Mapping[str, np.ndarray]) -> ArrayRecord:
     return ArrayRecord({name: Array(np.asarray(array, order="C")) for name, array in arrays.items()})
 
 
-def _kept(value: Any) -> Any:
+def _stored_attribute(value: Any) -> Any:
     """Return an attribute in its stored form, or `_NOT_KEPT` for one that is not state, such as a function."""
     if isinstance(value, ArrayRecord):
         return {_RECORD: {name: array.numpy() for name, array in value.items()}}

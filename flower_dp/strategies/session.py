@@ -193,7 +193,7 @@ class Session:
             )
         same = (state.names, state.planned_rounds) == (self._own.names, self._own.planned_rounds)
         rules = self.rules if same else self._rules.with_clients(state.names, state.planned_rounds)
-        run.check_goes_on(rules, state.charges)
+        run.check_resumable(rules, state.charges)
         is_charged = bool(self.log.charges.last)
         self.log.check_state(state.charged, state.charges)
         if is_charged and state.run not in ("", self._run):
@@ -219,12 +219,12 @@ class Session:
         """
         self.open_ledger()
         rules = self._rules.with_clients(checkpoint.state.names, checkpoint.state.planned_rounds)
-        run.check_goes_on(rules, self.log.charges)
+        run.check_resumable(rules, self.log.charges)
         # `beyond` counts from what the state has: a charge that the state counts is not added again, so resuming is idempotent.
         state = run.resumed(rules, checkpoint.state, self.log.beyond(checkpoint.state.charged))
         self.log.check_state(state.charged, self.log.charges)
         self._set(state, rules)
-        self.writer.went_on_with(self.state)
+        self.writer.record_resume(self.state)
         if self.journal is not None:
             self.journal.resume(checkpoint)
 
@@ -316,7 +316,7 @@ class Session:
                 f"state: {release.name} was charged {number} times in this run, and the state has {has} of them: the state is "
                 "older, or a copy of this strategy has continued the run; begin() starts a new run"
             )
-        state, charge, now = run.asked(
+        state, charge, now = run.open_round(
             release,
             state,
             server_round,
@@ -452,7 +452,7 @@ class Session:
             return
         evaluates = not diagnostics.evaluation_stop_reason(self._own, self.rules.about.num_clients)
         state = run.gone_back(self.state, answered.state, evaluates=evaluates)
-        self._set(self._told(state, answered.state.charged), self.rules)
+        self._set(self._with_unfinished_charges(state, answered.state.charged), self.rules)
         self.writer.went_back(self.state)
 
     def stop(self, server_round: int, reason: str) -> list[Message]:
@@ -472,8 +472,8 @@ class Session:
     def charge_interrupted(self) -> None:
         """Record, at the end of the run, the rounds that were charged and not finished."""
         if (last := self.writer.last) is not None:
-            self._own = self._told(self._own, last.state.charged)
+            self._own = self._with_unfinished_charges(self._own, last.state.charged)
 
-    def _told(self, state: RunState, charged: Mapping[str, int]) -> RunState:
+    def _with_unfinished_charges(self, state: RunState, charged: Mapping[str, int]) -> RunState:
         """Return a state whose incidents list every charge beyond these numbers, as charged and not finished."""
         return run.resumed(self.rules, replace(state, charged=charged), self.log.beyond(charged))

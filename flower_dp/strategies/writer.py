@@ -167,7 +167,7 @@ class Writer:
         if self.place is not None:
             self.folder.write_noise(DrawnNoise(run=run, charged=charged, secret=secret))
 
-    def went_on_with(self, state: RunState) -> None:
+    def record_resume(self, state: RunState) -> None:
         """Note that the run has resumed from its checkpoint, with this state."""
         # This is the only snapshot of a run whose last evaluation alone is left.
         if self._setting and (old := self.found) is not None:

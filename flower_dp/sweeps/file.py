@@ -203,7 +203,7 @@ def _points(
             continue
         for combination in _combinations({**shared, **block}, errors):
             with errors.collect_errors():
-                held = _held(common, combination)
+                held = _settings_read(common, combination)
                 unread -= held.keys() | combination.keys()
                 point = _point({"app": app, **held, **combination}, base)
                 distinct.setdefault(repr((point.app, sorted(point.settings.items()))), point)
@@ -213,7 +213,7 @@ def _points(
     return tuple(distinct.values())
 
 
-def _held(common: Mapping[str, Any], point: Mapping[str, Any]) -> Mapping[str, Any]:
+def _settings_read(common: Mapping[str, Any], point: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the common settings that a point's method and sampling read; all of them if neither is known."""
     method, sampling = point.get("method", common.get("method")), point.get("sampling")
     if not common or (method is None and not sampling):

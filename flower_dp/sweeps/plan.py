@@ -47,7 +47,7 @@ class SweepRun:
         return {**self.target.app.defaults, **self.target.overrides}
 
     @property
-    def told(self) -> str:
+    def description(self) -> str:
         """The run's name for people: label and seed."""
         return f"{self.label}{', ' * bool(self.label)}seed {self.seed}"
 
@@ -77,7 +77,9 @@ def planned(file: SweepFile, cores: int) -> tuple[SweepRun, ...]:
     known: dict[str, SweepRun] = {}
     for run in runs:
         if (other := known.setdefault(run.name, run)) is not run:
-            raise checks.SettingsError(f"points: {other.told!r} and {run.told!r} are the same run; leave one of them out")
+            raise checks.SettingsError(
+                f"points: {other.description!r} and {run.description!r} are the same run; leave one of them out"
+            )
     return tuple(runs)
 
 
@@ -212,7 +214,10 @@ def _labels(points: Sequence[Point]) -> list[str]:
         groups = [[table for table in tables if table.get("method") == method] for method in methods]
         implied = {key for key in differ if all(len({repr(table.get(key)) for table in group}) == 1 for group in groups)}
         differ = [key for key in differ if key == "method" or key not in implied]
-    shown = [[_shown(key, table[key]) for key in differ if key in table and (key, table[key]) != ("app", "")] for table in tables]
+    shown = [
+        [_setting_text(key, table[key]) for key in differ if key in table and (key, table[key]) != ("app", "")]
+        for table in tables
+    ]
     return [", ".join(texts) or "defaults" for texts in shown]
 
 
@@ -221,7 +226,7 @@ def _shortened(settings: Mapping[str, Value]) -> dict[str, Value]:
     return {key.removeprefix(f"{method}."): value for key, value in settings.items()}
 
 
-def _shown(key: str, value: Any) -> str:
+def _setting_text(key: str, value: Any) -> str:
     if key in ("app", "method"):
         return str(value)
     return f'{key}=""' if value == "" else f"{key}={_text(value)}"

@@ -116,7 +116,7 @@ class PrivateSelection:
         return cls(path=path, file=file, candidates=tuple(candidates), choice=choice, number=number, cost=cost)
 
     @property
-    def told(self) -> str:
+    def description(self) -> str:
         """The rule and the cost of the choice, as text."""
         points = f"{len(self.candidates)} points" if len(self.candidates) > 1 else "1 point"
         most = max(candidate.outsiders.epsilon for candidate in self.candidates)
@@ -153,7 +153,7 @@ class PrivateSelection:
             plan.check([candidate.run for candidate in self.candidates])
             write_whole(kept, content)
             trials = hidden.trials() if hidden.exists else hidden.draw(self.number, len(self.candidates))
-            tell(self.told)
+            tell(self.description)
             tell("Nothing is shown before the choice is made.")
             if mark.is_open:
                 if left := hidden.left([self._run(trial) for trial in trials]):

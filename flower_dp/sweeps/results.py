@@ -68,7 +68,7 @@ class Results:
         writer.writeheader()
         writer.writerows(rows)
         write_whole(self.folder.path / RESULTS, buffer.getvalue().encode())
-        lines = [line for run in self.runs for line in (f"# {run.told}", f"{run.command}\n")]
+        lines = [line for run in self.runs for line in (f"# {run.description}", f"{run.command}\n")]
         write_whole(self.folder.path / COMMANDS, "\n".join(lines).encode())
 
     def _row(self, run: SweepRun) -> dict[str, Any]:
@@ -102,7 +102,9 @@ class Results:
         else:
             lines = self.unknown((self.metric,)) or ["No run has finished."]
         if missing := [run for run in self.runs if run.name not in finished]:
-            lines.append(f"Not in the table (unfinished, or without {self.metric}): {'; '.join(run.told for run in missing)}.")
+            lines.append(
+                f"Not in the table (unfinished, or without {self.metric}): {'; '.join(run.description for run in missing)}."
+            )
         lines += [best] if best else []
         lines += [
             "Mean ± standard deviation (n - 1) over seeds. Epsilon is that of one run, the largest over seeds.",
@@ -110,7 +112,7 @@ class Results:
         ]
         lines.append("Commands, each with the first seed; all are in commands.txt:")
         first = {run.label: run for run in reversed(self.runs)}
-        commands = [f"# {run.told}\n{run.command}" for run in reversed(first.values())]
+        commands = [f"# {run.description}\n{run.command}" for run in reversed(first.values())]
         lines.append("```bash\n" + "\n".join(commands) + "\n```")
         write_whole(self.folder.path / TABLE, ("\n\n".join(lines) + "\n").encode())
 

@@ -108,7 +108,7 @@ class Sweep:
 
     def warned(self, folder: SweepFolder) -> list[str]:
         """Return a line for each run with warnings in its log, for the screen only: logs are private, and so is their content."""
-        logs = ((run.told, log, flower_log.warnings_of(log)) for run in self.runs for log in [folder.of(run) / LOG])
+        logs = ((run.description, log, flower_log.warnings_of(log)) for run in self.runs for log in [folder.of(run) / LOG])
         return [f"{name}: {flower_log.num_warnings(warnings)}, in {log}" for name, log, warnings in logs if warnings]
 
     def _make(self, left: Sequence[SweepRun], folder: SweepFolder, lock: Path, jobs: int | None, progress: "_Progress") -> None:
@@ -184,7 +184,7 @@ class _Progress:
             last = rows[-1] if rows else {}
             if isinstance(total := last.get("num-rounds"), int) and total > 0 and last.get("round"):
                 done += min(last["round"] / total, 1.0)
-                parts.append(f"{run.told}: {round_text(last)}")
+                parts.append(f"{run.description}: {round_text(last)}")
         if parts:
             self._last_line = now
             seconds = (now - self._began) / done * (self._ended + self._left - done)
@@ -208,5 +208,5 @@ class _Progress:
         seconds = (time.monotonic() - self._began) / self._ended * self._left
         rest = f"{self._left} left, about {clock(seconds)}" if self._left else "none left"
         num_runs = len(self.results.runs)
-        self._tell(f"[{num_runs - self._left}/{num_runs}] {outcome.run.told}: {result}; {rest}")
+        self._tell(f"[{num_runs - self._left}/{num_runs}] {outcome.run.description}: {result}; {rest}")
         self.results.write_rows()

@@ -49,7 +49,7 @@ class Remembering:
     def terms(self, name: str, records: Any) -> ClientTerms:
         return PLAIN.terms(name, records)
 
-    def given(self, vectors: Mapping[str, Tensor], kept: Tensor | None) -> "Remembering":
+    def with_vectors(self, vectors: Mapping[str, Tensor], kept: Tensor | None) -> "Remembering":
         assert not vectors
         self.given_to.append(kept)
         return self
@@ -149,7 +149,7 @@ def test_scaffold_reads_what_it_has_written_and_nothing_damaged():
     model = node(context_of(), recipe).model
 
     def shift(own: Tensor | None) -> Tensor | None:
-        return recipe.given({"control": control}, own).pipeline(release, model=model, server_round=1).after_noise.shift
+        return recipe.with_vectors({"control": control}, own).pipeline(release, model=model, server_round=1).after_noise.shift
 
     assert not shift(control).any()
     torch.testing.assert_close(shift(None), -2 * steps.step_size(1) * control)

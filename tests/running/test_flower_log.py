@@ -12,7 +12,7 @@ import logging, os, sys
 from pathlib import Path
 from flower_dp.running.flower_log import logged
 print("before")
-with logged(Path(sys.argv[1]), go_on=sys.argv[2:] == ["go on"]):
+with logged(Path(sys.argv[1]), append=sys.argv[2:] == ["go on"]):
     import flwr.serverapp
     logging.getLogger("flwr").warning("of Flower")
     print("of the app")
@@ -77,6 +77,6 @@ def test_a_resumed_run_has_the_warnings_and_the_error_of_its_last_attempt_alone(
     with run_folder.new_log(tmp_path) as file:
         file.write(b"WARNING :   of the first attempt\n" + TRACE.format(error="KeyError: 1").encode())
     for resumed, kept in ((False, True), (True, False)):  # not resumed: its statement is made once more
-        run_folder.new_log(tmp_path, go_on=True, resumed=resumed).close()
+        run_folder.new_log(tmp_path, append=True, resumed=resumed).close()
         assert flower_log.warnings_of(log) == (["of the first attempt"] if kept else [])
         assert flower_log.of_a_dead_process(log).endswith("KeyError: 1") is kept

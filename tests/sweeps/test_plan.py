@@ -16,7 +16,7 @@ def test_all_points_are_run_with_the_first_seed_and_then_with_the_next(runs):
     found = runs(GRID)
     points = [(method, noise) for method in ("dp-fedavg", "dp-fedsam") for noise in (0.8, 1.6)]
     told = [f"{method}, noise-multiplier={noise}, seed {seed}" for seed in (0, 1) for method, noise in points]
-    assert [run.told for run in found] == told
+    assert [run.description for run in found] == told
     assert len({run.name for run in found}) == 8
     assert found[5].config["dp-fedavg.noise-multiplier"] == 1.6
     assert (found[5].config["seed"], found[5].launched.overrides["seed"]) == (1, 1)
@@ -26,7 +26,7 @@ def test_all_points_are_run_with_the_first_seed_and_then_with_the_next(runs):
 def test_a_run_keeps_its_name_however_the_file_says_it(runs):
     names = [run.name for run in runs(GRID)]
     more = "seeds = [7, 1, 0]\n[[points]]\nmethod = 'dp-fedavg'\nlearning-rate = 0.15\n'dp-fedavg.noise-multiplier' = [0.4, 1.6]"
-    again = {run.told: run.name for run in runs(more)}
+    again = {run.description: run.name for run in runs(more)}
     assert again["noise-multiplier=1.6, seed 1"] == names[5]
     assert again["noise-multiplier=0.4, seed 1"] not in names
     # They would be made at once, in one folder.

@@ -149,7 +149,7 @@ class LocalDPClient(HostingClient):
             vectors = {name: torch.from_numpy(array.copy()).to(vector.device) for name, array in ask.vectors.items()}
             stored = {name: load_vector(self.context.state, name, vector.numel()) for name in agreed}
             kept = {name: torch.from_numpy(array).to(vector.device) for name, array in stored.items() if array is not None}
-            recipes = {name: recipe.given(vectors, kept.get(name)) for name in agreed}
+            recipes = {name: recipe.with_vectors(vectors, kept.get(name)) for name in agreed}
         if ask.metrics is None:
             unfit = {name: self._dry_run(name, records) for name, (_, records) in agreed.items()}
             refused |= {name: Refusal(reason=reason) for name, reason in unfit.items() if reason is not None}

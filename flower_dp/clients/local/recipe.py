@@ -34,7 +34,7 @@ class Stateful(Protocol):
     def vectors(self) -> tuple[str, ...]:
         """The names of the vectors that the server sends with the model."""
 
-    def given(self, vectors: Mapping[str, Tensor], kept: Tensor | None) -> LocalRecipe:
+    def with_vectors(self, vectors: Mapping[str, Tensor], kept: Tensor | None) -> LocalRecipe:
         """Return the recipe of one client's reply in one round.
 
         Args:

@@ -294,7 +294,7 @@ class ClientQuery:
             _NoAnswerError: if the node can't name its clients now.
         """
         record_names = _QUESTIONS[question.step][1]
-        answer = None if reply.has_error() else _told(reply, most_names)
+        answer = None if reply.has_error() else _query_answer(reply, most_names)
         if not question.votes:
             if not isinstance(answer, HostedClients):
                 why = _reason(reply) if answer is None else answer.reason
@@ -380,7 +380,7 @@ def _unknown(reason: str) -> str | None:
     return next((kind for text, kind in _UNKNOWN.items() if text in reason), None)
 
 
-def _told(reply: Message, most_names: int) -> HostedClients | wire.Refusal | None:
+def _query_answer(reply: Message, most_names: int) -> HostedClients | wire.Refusal | None:
     try:
         if (refusal := wire.refusal_of(reply.content)) is not None:
             return refusal

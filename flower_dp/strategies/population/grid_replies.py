@@ -112,7 +112,7 @@ class Pulls:
                 reply.due, reply.pause = time.monotonic() + reply.pause, min(2 * reply.pause, _LONGEST_PAUSE)
                 continue
             del self._announced[number]
-            yield from _told(number, partial(link.unpacked, reply, contents))
+            yield from _pull_result(number, partial(link.unpacked, reply, contents))
 
     def _in_threads(self, wanted: list[str], end: float) -> Iterator[Message]:
         waiting = [number for number in reversed(wanted) if number not in self._running]
@@ -123,7 +123,7 @@ class Pulls:
             quick = [future for since, future in self._running.values() if since > quick_since]
             wait(quick, timeout=min(left, _QUICK_SECONDS), return_when=FIRST_COMPLETED)
             for number in [number for number in wanted if number in self._running and self._running[number][1].done()]:
-                yield from _told(number, self._running.pop(number)[1].result)
+                yield from _pull_result(number, self._running.pop(number)[1].result)
             if not quick:
                 break
 
@@ -152,7 +152,7 @@ def _flowers(grid: Grid, names: frozenset[str]) -> type | None:
     return next((base for base in classes if base.__name__ in names and base.__module__.startswith("flwr.")), None)
 
 
-def _told(number: str, read: Callable[[], list[Message]]) -> list[Message]:
+def _pull_result(number: str, read: Callable[[], list[Message]]) -> list[Message]:
     """Return the result of a pull; an error reply if the reply can't be read or answers another message."""
     import httpx  # noqa: PLC0415 (Flower's own grid has imported it; other grids do not need it)
 

@@ -221,7 +221,7 @@ class NoisedSum:
         """Return the limits of the replies, from the request alone: clip norm and lattice, or the longest honest sum."""
         ask, length = now.ask, now.length
         clip_norm, indicator = ask.promise.clip_norm, ask.indicator
-        mask = _kept(ask, length)
+        mask = _kept_coordinates(ask, length)
         num_kept = length if mask is None else mask.size
         longest_noise = ask.noise_std * (math.sqrt(num_kept) + _NORM_DEVIATIONS)
 
@@ -264,7 +264,7 @@ class NoisedSum:
             RoundDiscarded: with too few replies for the noise that was charged, or a sum that is not exact.
         """
         ask, total, sum_state = now.ask, collected.total, self.state_in(state)
-        kept = _kept(ask, total.size)
+        kept = _kept_coordinates(ask, total.size)
         part = total if kept is None else total[kept]
         # Noise for the clip norm of the request, not for one that has moved since. Sums of multiples of the step are exact, so
         # what is released is post-processing of the ideal mechanism.
@@ -286,7 +286,7 @@ class NoisedSum:
         return np.asarray(mean), sum_state
 
 
-def _kept(ask: ReleaseRequest, length: int) -> np.ndarray | None:
+def _kept_coordinates(ask: ReleaseRequest, length: int) -> np.ndarray | None:
     """Return the coordinates of a row [length] that the request keeps, by its mask of the update; None for all."""
     if ask.mask is None:
         return None
