@@ -13,7 +13,7 @@ from flower_dp.strategies.population.client_manager import KnownClients
 from flower_dp.strategies.releases.release import RoundRequest
 from flower_dp.strategies.releases.replies import CollectedReplies
 from flower_dp.strategies.rules import MethodRules, evaluation_of
-from flower_dp.strategies.run_state import RunState
+from flower_dp.strategies.run_state import RunFacts, RunState
 from flower_dp.strategies.server_optimizer import ServerOptimizer
 
 log = logging.getLogger("flwr")
@@ -50,12 +50,13 @@ def run_fingerprint(rules: MethodRules, layout: Layout, optimizer: ServerOptimiz
     }
 
 
-def log_start(rules: MethodRules, known_clients: KnownClients, model: wire.Model, statement: PrivacyStatement) -> None:
+def log_start(rules: MethodRules, known_clients: KnownClients, model: wire.Model, facts: RunFacts) -> None:
     """Log before the first round the number of clients, the norms of noise and updates, and warnings of delta and the model."""
     dimension = model.layout.size
     _log_shared(model)
     log.info("%s parameters, %s clients on %s nodes", dimension, len(known_clients.names), len(set(known_clients.nodes)))
-    for line in delta_warnings(statement.assumptions):
+    # Of a run without charges: delta needs no accounting, which would take seconds when a run with many charges resumes.
+    for line in delta_warnings(rules.statement(RunState(), facts).assumptions):
         log.warning("%s", line, extra=SHOWN)
     noise, signal = rules.noise_and_signal_norms(dimension)
     log.info("Round 1: the noise on the mean has norm %.3g, the mean itself at most %.3g", noise, signal)

@@ -206,7 +206,7 @@ class DPStrategy(RunView, Strategy):
             self._session.resume(checkpoint)
         known_clients = self._known_clients(grid)
         self.summary()
-        diagnostics.log_start(self.rules, known_clients, model, self.statement)
+        diagnostics.log_start(self.rules, known_clients, model, self.facts)
         rounds = Rounds(
             num_rounds=num_rounds,
             timeout=timeout,
@@ -238,9 +238,9 @@ class DPStrategy(RunView, Strategy):
             changing_names=session.record.changing_names or bool(changing_names(self.rules, known_clients)),
         )
         self._had_changing_names |= session.record.changing_names
-        session.writer.keep(server_round - 1, arrays, session.state, is_over=True)
+        session.writer.keep(server_round - 1, arrays, session.state, round_complete=True)
         if is_first:
-            diagnostics.log_start(self.rules, known_clients, model, self.statement)
+            diagnostics.log_start(self.rules, known_clients, model, self.facts)
         # Checked here, so that no subclass's `start` can bypass it: no charge and no message follows.
         # A run that has ended stays ended: a later round may cost less, but the ledger may not cover its clients.
         if session.record.ended_before:
@@ -284,7 +284,7 @@ class DPStrategy(RunView, Strategy):
         model = now.model.record(vector)
         if (journal := self._session.journal) is not None:
             journal.released(server_round, model)
-        session.writer.keep(server_round, model, session.state, is_over=False)
+        session.writer.keep(server_round, model, session.state, round_complete=False)
         return model, metrics
 
     def configure_evaluate(self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid) -> Iterable[Message]:

@@ -178,7 +178,7 @@ class Writer:
 
     # Snapshots
 
-    def keep(self, server_round: int, arrays: ArrayRecord, state: RunState, *, is_over: bool) -> None:
+    def keep(self, server_round: int, arrays: ArrayRecord, state: RunState, *, round_complete: bool) -> None:
         """Take a snapshot after a round, with all charges before it.
 
         Raises:
@@ -189,8 +189,8 @@ class Writer:
             raise CheckpointError(
                 f"{self.folder.path}: the run there can't be resumed: {CUSTOM_LOOP}; a new run needs another folder"
             )
-        self._take(Snapshot(server_round=server_round, round_complete=is_over, state=state, arrays=arrays))
-        if is_over and time.monotonic() >= self._due:
+        self._take(Snapshot(server_round=server_round, round_complete=round_complete, state=state, arrays=arrays))
+        if round_complete and time.monotonic() >= self._due:
             error = self._write(ended=False)
             if error is not None and self.folder.is_empty:
                 raise CheckpointError(f"{self.folder.path}: no checkpoint can be written: {error}") from error

@@ -86,6 +86,8 @@ def test_trust_is_said_of_every_trusted_adversary_and_a_choice_is_not_its_runs()
     blind = dataclasses.replace(seen, name="outsiders", epsilon=7.0, trusted=False)
     text = str(dataclasses.replace(STATEMENT, adversaries=(blind, seen)))
     assert text.count("TRUSTED") == 2
+    assert "outsiders             7.0000   0.1        pld         every message" in text
+    assert "the server (TRUSTED)  50.0000  0.1        pld         every message" in text
     assert "TRUSTED not to look at single messages: no guarantee covers the server" in text
     assert "Protected against" not in text  # the table has more
     bare = str(dataclasses.replace(STATEMENT, adversaries=(dataclasses.replace(seen, epsilon=math.inf),)))

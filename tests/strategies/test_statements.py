@@ -108,7 +108,15 @@ def test_a_secret_cohort_is_assumed_where_a_cost_counts_it(sampling, relied):
     assert bool(relies(statement, "No outsider or participant learns a round's cohort")) == relied
     fixed = isinstance(sampling, FixedSizeSampling)
     unaccounted = "NOT ACCOUNTED FOR in training: epsilon uses the sampling rate 40/400. Against a client that knows it was not "
-    assert bool(relies(statement, f"{unaccounted}selected, the rate is 40/399 in that round")) == fixed
+    assert (
+        bool(
+            relies(
+                statement,
+                f"{unaccounted}selected, the rate is 40/399 in that round; against a node with k clients, none selected, 40/(400 - k).",
+            )
+        )
+        == fixed
+    )
     outsiders = next(one for one in statement.adversaries if one.name == "outsiders")
     assert outsiders.view.endswith("; not which clients took part") == fixed
     assert outsiders.view.endswith(", and who took part") == (not relied)
