@@ -18,8 +18,10 @@ from flower_dp.audit import worst_case
 from flower_dp.audit.case import Case
 from flower_dp.clients.node_client import HostingClient
 from flower_dp.core import checks
+from flower_dp.core.participation import MinimumSeparationSampling
 from flower_dp.core.sampling import FixedSizeSampling, FullSampling, PoissonSampling, RoundRobinSampling, Sampler
 from flower_dp.methods import METHODS
+from flower_dp.planning.correlated_noise import noise_named
 from flower_dp.privacy.dp_fedpaq import FedPAQSteps
 from flower_dp.strategies import AdaptiveClip, DPStrategy
 
@@ -133,6 +135,34 @@ def noised_sum(
         num_rounds=words["rounds"] if full else 1,
         inputs=0.0 if top_k or training.sparsifier else 1.0,
         post_processed=post_processed,
+    )
+
+
+def correlated(label: str, *, method: str = "dp-ftrl", **words: Any) -> Case:
+    """Return the case of DP-FTRL's settings: a run of six rounds, one of two clients in each, with three participations each.
+
+    The noise is that of the settings over their sensitivity, times the sensitivity of these rounds.
+    """
+    words = {**_DEFAULTS, "noise_multiplier": 0.4, "noise": "blt", "num_buffers": 0, "bands": 0, **words}
+    sampling = MinimumSeparationSampling(cohort_size=1, min_separation=2, max_participations=3)
+    kind = noise_named(words["noise"], num_buffers=words["num_buffers"], bands=min(words["bands"], 2))
+    shared = {"num_rounds": 6, "sampling": sampling, "num_clients": 2, "noise": kind, **_some(words, "delta", "clip_norm")}
+    make: Callable[..., DPStrategy] = METHODS[method].load("strategy")
+    probe: Any = make(noise_multiplier=1.0, **shared)
+    multiplier = words["noise_multiplier"] * probe.rules.noise.run_sensitivity
+
+    def client(**node: Any) -> clients.DPClient:
+        return clients.DPClient(**node, training=TRAINING, device="cpu")
+
+    return Case(
+        label=label,
+        method=method,
+        strategy=lambda: make(noise_multiplier=multiplier, **shared),
+        client=client,
+        present=(1.0, -1.0),
+        absent=(0.0, -1.0),
+        num_rounds=6,
+        separated=True,
     )
 
 

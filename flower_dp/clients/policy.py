@@ -10,6 +10,8 @@ from flower_dp.wire import ReleaseRequest
 
 # The relative difference between two ways to compute one ratio.
 _ROUNDING = 1e-9
+# Limits that are whole numbers, at least 1.
+_WHOLE = ("max_shares", "min_separation", "max_participations")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +37,9 @@ class ClientPolicy:
         max_shares: maximum number of shares that may make up the noise of a release. This client itself must then add noise of
             std (noise multiplier promised x clip norm) / sqrt(max_shares) at least, in training and in evaluations, whatever the
             clip norm. So it refuses a server that counts on more clients than there are, and central placement.
+        min_separation: minimum difference of the numbers of two rounds in which this client replies. It then refuses training
+            without a minimum separation, or with a smaller one.
+        max_participations: maximum number of this client's replies in a run; it then refuses training that may ask it more often.
         allow_metrics: whether training metrics may be sent if the server requests them; they are not private.
         allow_evaluation: whether to take part in private evaluations.
         min_evaluation_noise_multiplier: minimum noise multiplier that the server must promise for a private evaluation; None:
@@ -60,6 +65,8 @@ class ClientPolicy:
     min_noise_multiplier: float | None = None
     min_noise_std: float | None = None
     max_shares: int | None = None
+    min_separation: int | None = None
+    max_participations: int | None = None
     allow_metrics: bool = False
     allow_evaluation: bool = True
     min_evaluation_noise_multiplier: float | None = None
@@ -67,7 +74,7 @@ class ClientPolicy:
 
     def __post_init__(self) -> None:
         for name, limit in self._limits.items():
-            if name == "max_shares":
+            if name in _WHOLE:
                 checks.integer(name, limit, at_least=1)
             else:
                 checks.number(name, limit, **({"above": 0} if "clip" in name else {"at_least": 0}))
@@ -106,6 +113,15 @@ class ClientPolicy:
         """
         self._check_clip(ask)
         self._check_noise(ask, "training", "min_noise_multiplier", self.min_noise_multiplier, self._least_std(ask))
+        self._check_separation(ask)
+
+    def _check_separation(self, ask: ReleaseRequest) -> None:
+        kept = ask.separation
+        separation = 0 if kept is None else kept.min_separation
+        _at_least(f"min_separation={separation}", separation, self.min_separation)
+        most = math.inf if kept is None or kept.max_participations is None else kept.max_participations
+        if self.max_participations is not None and most > self.max_participations:
+            raise Declined(f"max_participations={most}: this client's policy allows at most {self.max_participations}")
 
     def _least_std(self, ask: ReleaseRequest) -> float | None:
         """Return the minimum std of this client's own noise in training, in proportion to the row under an adaptive clip norm."""
@@ -120,6 +136,7 @@ class ClientPolicy:
             Declined: naming the limit and the requested value.
         """
         self._check_clip(ask)
+        self._check_separation(ask)
         if self.min_noise_std:
             raise Declined(f"min_noise_std={self.min_noise_std:g}: this client's noise follows from its own budget alone")
 

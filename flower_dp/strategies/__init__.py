@@ -4,6 +4,7 @@ from flower_dp.privacy.evaluation_budget import EvaluationBudget
 from flower_dp.strategies.dp_fedavg import DPFedAvg
 from flower_dp.strategies.dp_fedpaq import DPFedPAQ
 from flower_dp.strategies.dp_fedsam import DPFedSAM
+from flower_dp.strategies.dp_ftrl import DPFTRL
 from flower_dp.strategies.dp_pasgd import DPPASGD
 from flower_dp.strategies.evaluation import LocalEvaluation, PrivateEvaluation
 from flower_dp.strategies.fed_smp import FedSMP
@@ -14,6 +15,7 @@ from flower_dp.strategies.scaffold import Scaffold
 from flower_dp.strategies.strategy import DPStrategy
 
 __all__ = [
+    "DPFTRL",
     "DPPASGD",
     "AdaptiveClip",
     "DPFedAvg",

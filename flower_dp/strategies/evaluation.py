@@ -11,7 +11,9 @@ from flower_dp import wire
 from flower_dp.core import checks
 from flower_dp.core.metric_bounds import MetricBounds
 from flower_dp.core.noise import Generator
+from flower_dp.core.participation import MinimumSeparationSampling
 from flower_dp.core.sampling import FullSampling, Sampler, check_sampler
+from flower_dp.privacy import release as privacy
 from flower_dp.privacy.charges import Charges
 from flower_dp.privacy.evaluation_budget import EvaluationBudget
 from flower_dp.privacy.mechanisms import Gaussian
@@ -176,8 +178,25 @@ class NoisedSumEvaluation(NoisedSum):
             raise checks.BadValue("evaluation", f"evaluation: is a {type(plan).__name__}; {title} takes a PrivateEvaluation")
         trained, mechanism = shared.release, Gaussian(noise_multiplier=plan.noise_multiplier)
         check_relation(trained.relation, plan.sampling, trained.num_units)
-        release = replace(trained, clip_norm=1.0, mechanism=mechanism, sampler=plan.sampling)
-        noise = replace(shared, release=release, compresses_noised_updates=False)
+        if isinstance(plan.sampling, MinimumSeparationSampling):
+            raise checks.refusal("sampling", plan.sampling, "an evaluation keeps no separation; use PoissonSampling or FullSampling")
+        # Made anew: the training's noise may be correlated, and its event may be that of all rounds.
+        release = privacy.Release(
+            description=trained.description,
+            visible_to=trained.visible_to,
+            unit=trained.unit,
+            relation=trained.relation,
+            clip_norm=1.0,
+            mechanism=mechanism,
+            sampler=plan.sampling,
+            num_units=trained.num_units,
+        )
+        noise = NoiseSharing(
+            release=release,
+            placement=shared.placement,
+            server_completes_noise=shared.server_completes_noise,
+            min_reply_ratio=shared.min_reply_ratio,
+        )
         metrics = MetricBounds(bounds=plan.metrics)
         return cls(name=wire.EVALUATION, noise=noise, metrics=metrics, plan=plan, training=training.name)
 

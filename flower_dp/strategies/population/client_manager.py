@@ -67,6 +67,12 @@ class KnownClients:
         pairs = ((name, node) for name, node in zip(self.names, self.nodes, strict=True) if node is not None)
         return tuple(name for name, node in pairs if name == f"node-{node}" or (node >= _NO_CHANCE and str(node) in name))
 
+    def connected(self, *, by_name: bool) -> np.ndarray:
+        """Return the indices of the connected clients; with `by_name` without those whose names change with their nodes' ids."""
+        unnamed = set(self.named_by_node) if by_name else set()
+        pairs = enumerate(zip(self.names, self.nodes, strict=True))
+        return np.array([place for place, (name, node) in pairs if node is not None and name not in unnamed], int)
+
     def by_node(self, indices: np.ndarray) -> dict[int, tuple[str, ...]]:
         """Group the clients of a cohort by node, without clients whose node is not connected now."""
         groups: dict[int, list[str]] = {}

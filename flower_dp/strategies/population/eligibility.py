@@ -6,6 +6,7 @@ from typing import Any
 from flwr.serverapp import Grid
 
 from flower_dp.strategies.population.client_manager import ClientManager, KnownClients
+from flower_dp.strategies.population.client_query import is_simulation
 from flower_dp.strategies.releases.local_releases import LocalReleases
 from flower_dp.strategies.rules import MethodRules
 from flower_dp.wire import EVALUATION
@@ -43,6 +44,12 @@ def query_clients(
         raise ValueError(f"{rules.about.title}: {rules.about.stock_refusal}")
     if known_clients.hosting and (reason := unfit_reason(rules, known_clients.methods)):
         raise ValueError(reason)
+    counts_names = rules.releases[0].draws_connected and not is_simulation(grid)
+    if counts_names and (name := next(iter(known_clients.named_by_node), None)):
+        raise ValueError(
+            f"client {name!r} is named by its node's id, which changes when the node restarts: it could come back too early under "
+            "another name; give every client its own name, such as privacy_mod(name=...)"
+        )
     if on_shared_ledger and (name := next(iter(changing_names(rules, known_clients)), None)):
         raise ValueError(
             f"ledger: client {name!r} is named by its node's id, which changes when the node restarts: the ledger would count "

@@ -11,10 +11,14 @@ import numpy as np
 
 from flower_dp.core import dp_events, noise
 from flower_dp.core.noise import Generator, gaussian_share
+from flower_dp.core.participation import MinimumSeparationSampling
 from flower_dp.core.sampling import FixedSizeSampling, FullSampling, RoundRobinSampling
 from flower_dp.privacy.mechanisms import Gaussian
 from flower_dp.privacy.release import Release
 from flower_dp.strategies.releases.left_out import RoundDiscarded
+
+# Samplers whose cohorts are public, and whose events count how often a client takes part.
+_PUBLIC = (RoundRobinSampling, MinimumSeparationSampling)
 
 
 class Noise(Protocol):
@@ -187,6 +191,25 @@ class NoiseSharing:
             )
         total += noise.gaussian(total, self.server_std(num_replies), step, rng)
 
+    # The run
+
+    def stop_reason(self, number: int) -> str | None:
+        """Return why the noise does not cover round `number`; None if it does: independent noise covers all."""
+        return None
+
+    def check_rounds(self, num_rounds: int) -> None:
+        """Refuse a number of rounds that the noise is not made for; independent noise is made for any."""
+
+    @property
+    def numbers(self) -> dict[str, float]:
+        """Further numbers of the noise, for the statement."""
+        return {}
+
+    @property
+    def assumptions(self) -> tuple[str, ...]:
+        """Further assumptions of the noise, for the statement."""
+        return ()
+
     # The protection
 
     def events(self, number: int, cohort_size: int) -> dict[str, dp_events.DpEvent]:
@@ -207,7 +230,7 @@ class NoiseSharing:
         """Whether the epsilon holds only if nobody knows who takes part in a round; assumed for a user's own sampler."""
         sampler, num_clients = self.release.sampler, self.release.num_units
         everybody = type(sampler) is FixedSizeSampling and sampler.max_cohort_size(num_clients) == num_clients
-        return not (self.reveals_cohort or everybody or type(sampler) in (FullSampling, RoundRobinSampling))
+        return not (self.reveals_cohort or everybody or type(sampler) in (FullSampling, *_PUBLIC))
 
     @property
     def num_shares_varies(self) -> bool:
@@ -218,7 +241,7 @@ class NoiseSharing:
     def release_to_outsiders(self) -> Release:
         """The release as outsiders see it: with all its noise."""
         release = self.release
-        if self.reveals_cohort and not isinstance(release.sampler, RoundRobinSampling):
+        if self.reveals_cohort and not isinstance(release.sampler, _PUBLIC):
             # An unselected client can be distinguished from one whose update is zero: no amplification by sampling.
             release = replace(release, sampler=FullSampling())
         if self.compresses_noised_updates:
