@@ -1,0 +1,1 @@
+"""DP-FTRL: the planner of correlated noise."""
