@@ -11,7 +11,7 @@ from flower_dp.core import checks
 from flower_dp.methods import METHODS
 
 # With shared noise these settings decide how much noise a client adds itself.
-_SHARED = ("sampling", "sampling-rate", "cohort-size")
+_SHARED = ("sampling", "sampling-rate", "cohort-size", "min-separation", "max-participations")
 # Keys of a node-config that are not settings, and resemble some.
 _NODE_KEYS = ("partition-id", "num-partitions", "ledger-path")
 # Similarity in [0, 1] (`difflib`) from which a key is taken for a misspelled setting.

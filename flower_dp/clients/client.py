@@ -105,7 +105,7 @@ class DPClient(HostingClient):
         ...     policy=ClientPolicy(max_clip_norm=1.0, min_noise_multiplier=0.8),
         ... )
         >>> client.methods
-        ('dp-fedavg', 'dp-fedsam', 'fed-smp', 'private-evaluation')
+        ('dp-fedavg', 'dp-fedsam', 'dp-ftrl', 'fed-smp', 'private-evaluation')
     """
 
     def __init__(
