@@ -111,6 +111,9 @@ def evaluation_of(settings: Settings) -> PrivateEvaluation | None:
         "epsilon",
         f"is read by methods with a budget per client; method={settings.method!r} has private-evaluation.noise-multiplier",
     )
+    if settings.sampling == "minimum-separation" and not own.sampling_rate:
+        why = "must be above 0 with sampling='minimum-separation', which evaluations do not keep"
+        raise refusal("private-evaluation.sampling-rate", own.sampling_rate, why)
     return PrivateEvaluation(
         noise_multiplier=own.noise_multiplier,
         sampling=PoissonSampling(sampling_rate=own.sampling_rate) if own.sampling_rate else sampler_of(settings),

@@ -144,10 +144,10 @@ class TrialRunner:
             grid.exchanged.clear()
             messages = list(strategy.configure_train(server_round, arrays, ConfigRecord(), grid))
             if case.separated:
-                asked = [message.metadata.dst_node_id - _UNIT for message in messages]
-                unit = unit if pattern else asked[0]
+                cohort = [message.metadata.dst_node_id - _UNIT for message in messages]
+                unit = unit if pattern else cohort[0]
                 self._pushes = [*self._pushes[-unit:], *self._pushes[:-unit]] if unit else self._pushes
-                pattern.append(float(unit in asked))
+                pattern.append(float(unit in cohort))
             before, asked = arrays, _indicator(strategy)
             released, _ = strategy.aggregate_train(server_round, grid.send_and_receive(messages))
             arrays = before if released is None else released
@@ -159,12 +159,11 @@ class TrialRunner:
         return _statistics(parts, worst_case.direction(case.inputs), counts, weights)
 
     def _weights(self, pattern: tuple[float, ...]) -> np.ndarray:
-        """Return the weights of rounds with which the views of a unit with this pattern tell most: S^-1 pattern, S the covariance."""
-        noise: Any = self.strategy.rules.releases[0].noise
-        rows, made, buffers = np.eye(4 * len(pattern)), [], ()
-        draw = iter(rows).__next__
+        """Return the weights of rounds that tell most of a unit with this pattern: S^-1 pattern, S the covariance of the noise."""
+        rules: Any = self.strategy.rules
+        draw, made, buffers = iter(np.eye(4 * len(pattern))), list[np.ndarray](), ()
         for number in range(1, len(pattern) + 1):
-            row, buffers = noise.matrix.row(number, buffers, lambda: draw().copy())
+            row, buffers = rules.training.noise.matrix.row(number, buffers, lambda: next(draw).copy())
             made.append(row)
         return np.asarray(np.linalg.solve(np.array(made) @ np.array(made).T, np.array(pattern)))
 
@@ -224,11 +223,11 @@ def _statistics(
     """Return every statistic of the views [rounds, d]; each one exposes another kind of bug.
 
     `projection` is the log likelihood ratio of Gaussian noise, up to a factor and a constant: the weighted sum of the views over
-    rounds, in the direction of the unit's push. With an adaptive clip norm it covers update and indicator together: one noise hides both.
-    `shared noise` is the projection minus a participant's own noise times the number of clients: if all clients drew the same
-    noise, no noise is left. `update` and `indicator` are the two parts of the projection: each exposes noise that is too small on
-    that part alone. `lowest bit` is the exponent of the lowest bit that is set in any coordinate: noise on a lattice leaves
-    nothing below its step, whatever the unit's value is.
+    rounds, in the direction of the unit's push. With an adaptive clip norm it covers update and indicator together: one noise
+    hides both. `shared noise` is the projection minus a participant's own noise times the number of clients: if all clients drew
+    the same noise, no noise is left. `update` and `indicator` are the two parts of the projection: each exposes noise that is too
+    small on that part alone. `lowest bit` is the exponent of the lowest bit that is set in any coordinate: noise on a lattice
+    leaves nothing below its step, whatever the unit's value is.
     """
     along = [part @ direction * weights for part in parts]
     named = {"projection": float(along[0].sum()), "lowest bit": _lowest_bit(parts[0])}

@@ -91,10 +91,11 @@ class NodeStateAccounts:
         return refused
 
     def note(self, paid: Mapping[str, tuple[int, str, int]]) -> None:
-        """Record the numbers of replies that clients have been charged for, their terms, and the numbers of their last replies."""
+        """Record numbers of replies that clients have been charged for, their terms, and the numbers of their last replies."""
         self._entries |= paid
-        rows = [(name, *entry) for name, entry in self._entries.items()]
-        self._state[KEY] = ConfigRecord({column: [row[place] for row in rows] for place, column in enumerate(_COLUMNS)})
+        entries = self._entries.values()
+        replies, terms, last = [each[0] for each in entries], [each[1] for each in entries], [each[2] for each in entries]
+        self._state[KEY] = ConfigRecord(dict(zip(_COLUMNS, (list(self._entries), replies, terms, last), strict=True)))
 
 
 class LedgerFileAccounts:

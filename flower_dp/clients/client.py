@@ -161,7 +161,8 @@ class DPClient(HostingClient):
         length = vector.numel()
         if ask.metrics is not None:
             train, length = MetricRows(model=self.model, metrics=self.metrics, bounds=ask.metrics), ask.metrics.num_counted
-        refused = participation.refusals(instruction, [name for name in instruction.clients if name in self.clients], self.context)
+        own = [name for name in instruction.clients if name in self.clients]
+        refused = participation.refusals(instruction, own, self.context)
         hosted, unknown = self._hosted(name for name in instruction.clients if name not in refused)
         refused |= unknown
         jobs = [

@@ -96,7 +96,8 @@ def refusals(instruction: Instruction, names: Sequence[str], context: Context | 
             refuse_ledger(context)
         return {}
     if not re.fullmatch("[0-9a-f]+", separation.run):
-        raise Declined(f"run={checks.one_line(separation.run, most=40)!r}: must be the id of a run, by which participations count")
+        run = checks.one_line(separation.run, most=40)
+        raise Declined(f"run={run!r}: must be the id of a run, by which participations count")
     account: AccountStore = account_of(None, names, context)
     terms = ParticipationTerms(method=instruction.method, promise=instruction.ask.promise, separation=separation)
     number = ReplyNumber(run=separation.run, number=separation.number, separation=separation.min_separation)

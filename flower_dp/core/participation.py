@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 
@@ -12,8 +11,14 @@ from flower_dp.core import checks, dp_events
 from flower_dp.core.sampling import _OfOneSize
 
 
-class Participation(NamedTuple):
-    """The participations of one client so far: the number of the last round, and how many there were."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Participation:
+    """The participations of one client so far.
+
+    Attributes:
+        last: number of the last round.
+        count: number of participations.
+    """
 
     last: int
     count: int

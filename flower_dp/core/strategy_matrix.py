@@ -1,8 +1,8 @@
 """Strategy matrices C of correlated noise: the sensitivity of C, the error of prefix sums, and the rows of C^-1 Z, one a round.
 
-Round t releases x_t + (C^-1 Z)_t with independent Gaussian Z. That is a function of C x + Z, so one Gaussian event covers all rounds:
-its sensitivity is the largest norm of C x for one client (Denisov et al. 2022). The model is a prefix sum of what is released, and
-most of the noise of earlier rounds cancels in it.
+Round t releases x_t + (C^-1 Z)_t with independent Gaussian Z. That is a function of C x + Z, so one Gaussian event covers all
+rounds: its sensitivity is the largest norm of C x for one client (Denisov et al. 2022). The model is a prefix sum of what is
+released, and most of the noise of earlier rounds cancels in it.
 """
 
 from __future__ import annotations
@@ -80,14 +80,15 @@ class _Toeplitz:
     def sensitivity(self, schema: ParticipationSchema) -> float:
         """Return the norm of the sum of the columns of participations 1, 1 + b, 1 + 2b, ...
 
-        It is the largest over all patterns if the column is nonnegative and does not increase (Kalinin & Lampert 2024, theorem 2).
-        If the column is no longer than b, columns of one client never overlap, and it is sqrt(k) times the norm of one.
+        It is the largest over all patterns if the column is nonnegative and does not increase (Kalinin & Lampert 2024, theorem
+        2). If the column is no longer than b, columns of one client never overlap, and it is sqrt(k) times the norm of one.
         """
         column, separation = self.column(schema.num_rounds), schema.min_separation
         if not np.any(column[separation:]):
             return math.sqrt(schema.max_participations) * float(np.linalg.norm(column))
         if np.any(column < 0) or np.any(np.diff(column) > 0):
-            raise ValueError(f"{self!r}: has no proved sensitivity: its column must not increase, or have at most {separation} entries")
+            problem = f"its column must not increase, or have at most {separation} entries"
+            raise ValueError(f"{self!r}: has no proved sensitivity: {problem}")
         total = np.zeros(schema.num_rounds)
         for start in range(0, min(schema.max_participations * separation, schema.num_rounds), separation):
             total[start:] += column[: schema.num_rounds - start]
@@ -197,8 +198,8 @@ class BandedInverseMatrix(_Toeplitz):
 class TreeMatrix:
     """A binary tree of partial sums, each with its own noise, and the best estimate from the nodes that are complete.
 
-    Every complete block of 1, 2, 4, ... rounds has a noised sum. The estimate of a block weighs its own sum against that of its two
-    halves (Honaker 2015; Kairouz et al. 2021, appendix D.3).
+    Every complete block of 1, 2, 4, ... rounds has a noised sum. The estimate of a block weighs its own sum against that of its
+    two halves (Honaker 2015; Kairouz et al. 2021, appendix D.3).
     """
 
     digest: ClassVar[str] = "tree"
@@ -230,7 +231,7 @@ class TreeMatrix:
         return math.sqrt(float(np.mean(total)))
 
     def row(self, number: int, buffers: Buffers, draw: Draw) -> tuple[np.ndarray, Buffers]:
-        """Return the difference of the noise of two prefix sums; the buffers are the noises of the complete blocks, largest first."""
+        """Return the difference of the noise of two prefix sums; the buffers are the noise of complete blocks, largest first."""
         block, kept, before = draw(), list(buffers), -sum(buffers, np.zeros(()))
         for level in range(1, (number & -number).bit_length()):
             halves = block + kept.pop()

@@ -382,9 +382,9 @@ def _assumptions(rules: ClientLevelRules, run: RunFacts, sampling_counts: bool) 
         often = "" if separated.max_participations is None else f"more than {separated.max_participations} times, or "
         other = "zero" if release.relation == "add-or-remove-one" else "any others"
         lines.append(
-            f"No client takes part {often}again within {separated.min_separation} rounds. The server counts by client name, when it "
-            "asks. Which clients are connected does not depend on their data. Neighboring runs differ in one client, whose updates "
-            f"are replaced by {other}; the rounds in which it is asked are the same."
+            f"No client takes part {often}again within {separated.min_separation} rounds. The server counts by client name, when "
+            "it asks. Which clients are connected does not depend on their data. Neighboring runs differ in one client, whose "
+            f"updates are replaced by {other}; the rounds in which it is asked are the same."
         )
     lines += rules.noise.assumptions
     lines += delta_warning(delta, max(release.num_units, run.num_known), "client")  # more may have joined

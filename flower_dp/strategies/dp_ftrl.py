@@ -36,7 +36,7 @@ class DPFTRLRules(ClientLevelRules):
         super().__init__("dp-ftrl", "DP-FTRL", updates, **words)  # type: ignore[arg-type]
 
     def rate(self, number: int) -> float:
-        """Return the learning rate of round `number`: linear to zero, one round after the last, over the rounds of the cooldown."""
+        """Return the learning rate of round `number`: in the cooldown it falls to zero, one round after the last."""
         falling = self.cooldown * self.num_planned
         return self.learning_rate * (min(1.0, (self.num_planned + 1 - number) / (falling + 1)) if falling else 1.0)
 
@@ -58,18 +58,19 @@ class DPFTRL(DPStrategy):
     """Federated averaging with noise that is correlated over the rounds, for clients that nobody samples.
 
     Clients take part when they are connected, but not again within `min_separation` rounds, and no more than a number of times.
-    Epsilon needs no secret cohort and no sampling. Round t adds row t of C^-1 Z to the sum of clipped updates, so that most of the
-    noise of earlier rounds cancels in the model. One event covers the whole run; it is charged before the first message leaves, and
-    a run that ends early gives nothing back.
+    Epsilon needs no secret cohort and no sampling. Round t adds row t of C^-1 Z to the sum of clipped updates, so that most of
+    the noise of earlier rounds cancels in the model. One event covers the whole run; it is charged before the first message
+    leaves, and a run that ends early gives nothing back.
 
     The server is trusted: it clips every update once more, and adds the noise. Its state is secret: it is on the disk before the
-    messages of a round leave, if the run has a `checkpoint_dir`. Any Flower client works that `DPFedAvg` works with. In a deployment
-    clients need names of their own (`privacy_mod(name=...)`), since separations are counted by name; the clients of
+    messages of a round leave, if the run has a `checkpoint_dir`. Any Flower client works that `DPFedAvg` works with. In a
+    deployment clients need names of their own (`privacy_mod(name=...)`), since separations are counted by name; the clients of
     `flower_dp.clients` count them, too.
 
     Args:
         clip_norm: L2 bound of one client's update, or an `AdaptiveClip`.
-        noise_multiplier: std of each row of Z / clip_norm. The cost of the run is that of one Gaussian of this multiplier over the
+        noise_multiplier: std of each row of Z / clip_norm. The cost of the run is that of one Gaussian of this multiplier over
+        the
             sensitivity of C. 0 runs without privacy.
         epsilon: epsilon of the whole run, in place of `noise_multiplier`.
         num_rounds: number of rounds; `start` must be given the same number.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from flower_dp import wire
@@ -179,7 +179,8 @@ class NoisedSumEvaluation(NoisedSum):
         trained, mechanism = shared.release, Gaussian(noise_multiplier=plan.noise_multiplier)
         check_relation(trained.relation, plan.sampling, trained.num_units)
         if isinstance(plan.sampling, MinimumSeparationSampling):
-            raise checks.refusal("sampling", plan.sampling, "an evaluation keeps no separation; use PoissonSampling or FullSampling")
+            why = "an evaluation keeps no separation; use PoissonSampling or FullSampling"
+            raise checks.refusal("sampling", plan.sampling, why)
         # Made anew: the training's noise may be correlated, and its event may be that of all rounds.
         release = privacy.Release(
             description=trained.description,

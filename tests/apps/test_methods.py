@@ -127,7 +127,7 @@ ON = {"private-evaluation.every": 1}
         ({**LAPLACE, "strong-convexity": 1.0}, "smoothness=0.0"),
         ({**LAPLACE, "local-epochs": 5}, "local-epochs=5: is not read by method='fedsgd-dpc'"),
         ({**NBAFL, "placement": "distributed"}, "placement='distributed': unknown setting"),
-        ({**NBAFL, "lus-keep-ratio": 0.5}, "is not read by method='nbafl', but by dp-fedavg, dp-fedsam, fed-smp$"),
+        ({**NBAFL, "lus-keep-ratio": 0.5}, "is not read by method='nbafl', but by dp-fedavg, dp-fedsam, dp-ftrl, fed-smp$"),
         (
             {"method": "dp-fedavg", "server-completes-noise": False},
             "server_completes_noise=False: is read with placement='distributed' only",

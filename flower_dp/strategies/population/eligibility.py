@@ -47,8 +47,8 @@ def query_clients(
     counts_names = rules.releases[0].draws_connected and not is_simulation(grid)
     if counts_names and (name := next(iter(known_clients.named_by_node), None)):
         raise ValueError(
-            f"client {name!r} is named by its node's id, which changes when the node restarts: it could come back too early under "
-            "another name; give every client its own name, such as privacy_mod(name=...)"
+            f"client {name!r} is named by its node's id, which changes when the node restarts: it could come back too early "
+            "under another name; give every client its own name, such as privacy_mod(name=...)"
         )
     if on_shared_ledger and (name := next(iter(changing_names(rules, known_clients)), None)):
         raise ValueError(

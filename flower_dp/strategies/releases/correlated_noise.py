@@ -50,7 +50,7 @@ class RunRelease(Release):
     sensitivity_of_run: float
 
     def event(self, server_round: int) -> dp_events.DpEvent:
-        """Return the event of the whole run in round 1, and one without cost later; `CorrelatedSharing` refuses further rounds."""
+        """Return the event of the whole run in round 1, and one without cost later."""
         if not (multiplier := self.mechanism.noise_multiplier):
             return dp_events.NonPrivateDpEvent()
         return dp_events.NoOpDpEvent() if server_round > 1 else dp_events.GaussianDpEvent(multiplier / self.sensitivity_of_run)
@@ -124,8 +124,8 @@ class CorrelatedSharing(NoiseSharing):
         return (
             f"The noise of the rounds is correlated: {self.kind}. One release covers all {self.schema.num_rounds} rounds. It was "
             "charged before the first one, and a run that ends early costs as much.",
-            "Whoever knows the secret state of the noise can remove it from every model. It is on the server alone: in memory, and "
-            "in the run's checkpoint folder.",
+            "Whoever knows the secret state of the noise can remove it from every model. It is on the server alone: in memory "
+            "and in the run's checkpoint folder.",
         )
 
     def begin(self, state: Any, number: int, length: int, rng: Generator) -> tuple[np.ndarray, ParticipationState]:

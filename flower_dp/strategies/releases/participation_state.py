@@ -23,8 +23,8 @@ _CHECKSUM = 2**62
 class ParticipationState:
     """Who took part so far, and the noise that was drawn so far. Who knows it can subtract the noise from every model.
 
-    It is on the disk before the messages of a round leave. The buffers are not: the seed and the number of draws determine them, and
-    a resumed run draws the same noise again, up to where it was. A checksum tells if it does.
+    It is on the disk before the messages of a round leave. The buffers are not: the seed and the number of draws determine them.
+    A resumed run draws the same noise again, up to where it was, and a checksum tells if it does.
 
     Attributes:
         past: participations by client name.
@@ -93,12 +93,13 @@ class _Draws:
 
 
 def _stored(state: ParticipationState) -> dict[str, Any]:
-    past = {name: tuple(each) for name, each in state.past.items()}
+    past = {name: (each.last, each.count) for name, each in state.past.items()}
     return {"past": past, "seed": state.seed, "drawn": state.drawn, "checksum": state.checksum}
 
 
 def _read(parts: Mapping[str, Any]) -> ParticipationState:
-    return ParticipationState(**{**parts, "past": {name: Participation(*each) for name, each in parts["past"].items()}})
+    past = {name: Participation(last=last, count=count) for name, (last, count) in parts["past"].items()}
+    return ParticipationState(**{**parts, "past": past})
 
 
 register_serializable(ParticipationState, _stored, _read)
