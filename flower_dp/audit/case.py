@@ -159,7 +159,7 @@ class TrialRunner:
         return _statistics(parts, worst_case.direction(case.inputs), counts, weights)
 
     def _weights(self, pattern: tuple[float, ...]) -> np.ndarray:
-        """Return the weights of rounds that tell most of a unit with this pattern: S^-1 pattern, S the covariance of the noise."""
+        """Return the weights of rounds that tell most of a unit with this pattern: S^-1 pattern, with the covariance S."""
         rules: Any = self.strategy.rules
         draw, made, buffers = iter(np.eye(4 * len(pattern))), list[np.ndarray](), ()
         for number in range(1, len(pattern) + 1):

@@ -57,19 +57,6 @@ class MinimumSeparationSampling(_OfOneSize):
         if self.max_participations is not None:
             checks.integer("max_participations", self.max_participations, at_least=1)
 
-    def max_cohort_size(self, num_clients: int) -> int:
-        """Return cohort_size.
-
-        Raises:
-            ValueError: if the clients are too few for full cohorts with this separation.
-        """
-        size = _OfOneSize.max_cohort_size(self, num_clients)
-        if size * self.min_separation > num_clients:
-            most = num_clients // size
-            why = f"cohort_size={size} of num_clients={num_clients} clients can be full only with at most {most}"
-            raise checks.refusal("min_separation", self.min_separation, why)
-        return size
-
     def participations(self, num_rounds: int) -> int:
         """Return the largest number of participations of a client in `num_rounds` rounds: min(k, ceil(T / b))."""
         most = -(-num_rounds // self.min_separation)

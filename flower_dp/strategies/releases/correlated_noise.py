@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Self
@@ -21,6 +22,8 @@ from flower_dp.strategies.releases.participation_state import ParticipationState
 from flower_dp.strategies.releases.shared_noise import NoiseSharing
 from flower_dp.strategies.run_state import RunState
 from flower_dp.wire import ReleaseRequest, Separation
+
+log = logging.getLogger("flwr")
 
 
 def schema_of(sampling: Sampler, num_rounds: int | None) -> ParticipationSchema:
@@ -165,7 +168,11 @@ class SeparatedSum(NoisedSum):
         """Return the indices of the next round's clients, among those that may take part again."""
         sum_state, number = self.state_in(state), state.charges.number(self.name) + 1
         past = sum_state.noise.past if sum_state.noise is not None else {}
-        return self.separation.choose(names, past, number, rng), sum_state
+        chosen, wanted = self.separation.choose(names, past, number, rng), self.separation.cohort_size
+        if len(chosen) < wanted:
+            text = "Only %s of cohort_size=%s clients are connected and may take part again in round %s"
+            log.warning(text, len(chosen), wanted, number)
+        return chosen, sum_state
 
     def ask(self, state: RunState, size: int, names: Sequence[str], rng: Generator) -> tuple[ReleaseRequest, Any, SumState]:
         """Return as `NoisedSum.ask`; the request tells clients the separation, and their participation counts from now on."""
