@@ -54,7 +54,7 @@ class Case:
         num_records: number of records of a client.
         inputs: 1.0 pushes both parameters, 0.0 one of them.
         separated: whether clients keep a minimum separation. The unit is then the client that is asked first, and pushes in one
-            direction whenever it is asked; the statistic weighs rounds by the covariance of their noise.
+            direction whenever it is asked; the statistics weigh rounds by the covariance of their noise, and alike.
         post_processed: whether the view is a lossy function of the noised release, so that its trade-off curve is not that of
             the noise.
 
@@ -156,7 +156,11 @@ class TrialRunner:
                 counts.append(self._beside(asked))
         parts = [np.stack(rounds) for rounds in zip(*seen, strict=True)]
         weights = self._weights(tuple(pattern)) if case.separated else np.ones(case.num_rounds)
-        return _statistics(parts, worst_case.direction(case.inputs), counts, weights)
+        named = _statistics(parts, worst_case.direction(case.inputs), counts, weights)
+        if case.separated:
+            along = parts[0] @ worst_case.direction(case.inputs)
+            named |= {"sum": float(along @ pattern), "difference": float(along[:-1] @ pattern[:-1] - along[1:] @ pattern[:-1])}
+        return named
 
     def _weights(self, pattern: tuple[float, ...]) -> np.ndarray:
         """Return the weights of rounds that tell most of a unit with this pattern: S^-1 pattern, with the covariance S."""

@@ -138,15 +138,16 @@ def noised_sum(
     )
 
 
-def correlated(label: str, *, method: str = "dp-ftrl", **words: Any) -> Case:
-    """Return the case of DP-FTRL's settings: a run of six rounds, one of two clients in each, with three participations each.
+def correlated(label: str, *, method: str = "dp-ftrl", rounds: int = 4, **words: Any) -> Case:
+    """Return the case of DP-FTRL's settings: two clients, who take part in every second round, the first one included.
 
-    The noise is that of the settings over their sensitivity, times the sensitivity of these rounds.
+    That is the worst pattern of a separation of two rounds. The noise multiplier of the settings is that of the whole run here.
     """
-    words = {**_DEFAULTS, "noise_multiplier": 0.4, "noise": "blt", "num_buffers": 0, "bands": 0, **words}
-    sampling = MinimumSeparationSampling(cohort_size=1, min_separation=2, max_participations=3)
+    words = {**_DEFAULTS, "noise_multiplier": 0.4, "noise": "blt", "num_buffers": 0, "bands": 0, "relation": "", **words}
+    sampling = MinimumSeparationSampling(cohort_size=2, min_separation=2)
     kind = noise_named(words["noise"], num_buffers=words["num_buffers"], bands=min(words["bands"], 2))
-    shared = {"num_rounds": 6, "sampling": sampling, "num_clients": 2, "noise": kind, **_some(words, "delta", "clip_norm")}
+    shared = {"num_rounds": rounds, "sampling": sampling, "num_clients": 2, "noise": kind, **_some(words, "delta", "clip_norm")}
+    shared |= {"relation": words["relation"]} if words["relation"] else {}
     make: Callable[..., DPStrategy] = METHODS[method].load("strategy")
     probe: Any = make(noise_multiplier=1.0, **shared)
     multiplier = words["noise_multiplier"] * probe.rules.noise.run_sensitivity
@@ -158,10 +159,10 @@ def correlated(label: str, *, method: str = "dp-ftrl", **words: Any) -> Case:
         label=label,
         method=method,
         strategy=lambda: make(noise_multiplier=multiplier, **shared),
-        client=client,
+        client=None if words.get("stock") else client,
         present=(1.0, -1.0),
-        absent=(0.0, -1.0),
-        num_rounds=6,
+        absent=(-1.0 if words["relation"] == "replace-one" else 0.0, -1.0),
+        num_rounds=rounds,
         separated=True,
     )
 
