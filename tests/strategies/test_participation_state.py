@@ -1,0 +1,283 @@
+"""The secret state of correlated noise: its law, what is stored of it, and what a resumed run draws.
+
+Statistical tests would raise a false alarm with probability at most 1e-6 for a random seed, and notice a scale that is 5 % wrong.
+"""
+
+import itertools
+import math
+import struct
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from scipy import stats
+from scipy.linalg import toeplitz
+
+from flower_dp.core.noise import noise_generator
+from flower_dp.core.participation import Participation
+from flower_dp.core.serialization import dump_bytes, load_bytes
+from flower_dp.core.strategy_matrix import BandedInverseMatrix, BandedMatrix, BLTMatrix, TreeMatrix
+from flower_dp.strategies.releases import participation_state
+from flower_dp.strategies.releases.participation_state import ParticipationState
+from tests.closed_forms import assert_std
+
+FALSE_ALARM = 1e-6
+ROUNDS, SIZE = 6, 20_000
+BLT = BLTMatrix(decays=(0.9, 0.4), scales=(0.3, 0.4))
+MATRICES = {
+    "BLT": BLT,
+    "banded": BandedMatrix(bands=(1.0, 0.6, 0.3)),
+    "banded inverse": BandedInverseMatrix(bands=(1.0, -0.5, -0.125)),
+    "tree": TreeMatrix(),
+    "independent": BandedMatrix(bands=(1.0,)),
+}
+every_matrix = pytest.mark.parametrize("matrix", MATRICES.values(), ids=MATRICES)
+
+
+def seeded(seed: int = 3) -> ParticipationState:
+    return ParticipationState(seed=f"{seed:064x}")
+
+
+def no_entropy() -> Any:
+    """A generator of which nothing may be drawn: the seed is there already."""
+    return None
+
+
+def stored(state: ParticipationState) -> ParticipationState:
+    """Return the state as it is after the run's process has died."""
+    read: ParticipationState = load_bytes(dump_bytes(state))
+    return read
+
+
+def rows(
+    state: ParticipationState, matrix: Any, numbers: Any, length: int = SIZE, rng: Any = None
+) -> tuple[np.ndarray, ParticipationState]:
+    """Return the rows of these rounds, and the state after them."""
+    made = []
+    for number in numbers:
+        row, state = state.row(matrix, number, length, rng)
+        made.append(row.copy())
+    return np.array(made), state
+
+
+# The law of the noise
+
+
+@every_matrix
+def test_rows_have_the_covariance_of_the_inverse(matrix: Any) -> None:
+    """Undone by C, they are independent standard Gaussians: each of its rows, and every two of them."""
+    made, _ = rows(seeded(), matrix, range(1, ROUNDS + 1))
+    if isinstance(matrix, TreeMatrix):
+        whole = np.linalg.inv(tree_root(ROUNDS))
+    else:
+        whole = toeplitz(matrix.column(ROUNDS), np.zeros(ROUNDS))
+    assert_independent(whole @ made)
+
+
+def tree_root(num_rounds: int) -> np.ndarray:
+    """Return the Cholesky root of the covariance of the tree's rows, from rows for unit vectors as draws."""
+    num_draws = sum((number & -number).bit_length() for number in range(1, num_rounds + 1))
+    units, buffers, made = iter(np.eye(num_draws)), (), []
+    for number in range(1, num_rounds + 1):
+        row, buffers = TreeMatrix().row(number, buffers, lambda: next(units).copy())
+        made.append(row)
+    root: np.ndarray = np.linalg.cholesky(np.array(made) @ np.array(made).T)
+    return root
+
+
+def assert_independent(draws: np.ndarray) -> None:
+    for row in draws:
+        assert_std(row, 1.0, FALSE_ALARM / len(draws))
+        assert stats.kstest(row, "norm").pvalue > FALSE_ALARM / len(draws)
+    pairs = list(itertools.combinations(range(len(draws)), 2))
+    band = stats.norm.isf(FALSE_ALARM / (2 * len(pairs))) / math.sqrt(draws.shape[1])
+    for one, other in pairs:
+        assert abs(np.mean(draws[one] * draws[other])) < band
+
+
+def test_prefix_sums_of_rows_have_the_error_that_is_told() -> None:
+    """The noise of the model; of the raw rows it would be larger."""
+    for matrix in (BLT, TreeMatrix()):
+        made, _ = rows(seeded(), matrix, range(1, 9))
+        squares = np.mean(np.cumsum(made, axis=0) ** 2)
+        assert math.sqrt(squares) == pytest.approx(matrix.prefix_error(8), rel=0.02)
+
+
+def test_each_draw_is_two_with_variance_one_in_all() -> None:
+    """The second fills the gaps between the doubles of the first; both weights are read off unit vectors."""
+
+    class Units:
+        calls = 0
+
+        def standard_normal(self, size: int) -> np.ndarray:
+            self.calls += 1
+            return np.eye(2)[self.calls - 1]
+
+    rng: Any = Units()
+    weights = participation_state._Draws(rng, 2)()
+    assert rng.calls == 2
+    assert float(weights @ weights) == pytest.approx(1.0, rel=1e-12)
+    assert 2.0**-8 < weights[1] < 0.1
+
+
+def test_the_noise_of_a_round_follows_from_seed_and_number_alone() -> None:
+    """Not from the length of the run, or what else was drawn; and other seeds and numbers draw other noise."""
+    made, _ = rows(seeded(), MATRICES["independent"], range(1, 4))
+    again, _ = rows(seeded(), MATRICES["independent"], [3])
+    np.testing.assert_array_equal(made[2], again[0])
+    other, _ = rows(seeded(4), MATRICES["independent"], range(1, 4))
+    assert_independent(np.concatenate([made, other]))
+
+
+def test_the_seed_is_new_entropy_of_256_bits_in_each_run() -> None:
+    states = [rows(ParticipationState(), BLT, [1], 3, rng=noise_generator())[1] for _ in range(20)]
+    seeds = [int(state.seed, 16) for state in states]
+    assert {len(state.seed) for state in states} == {64}
+    assert len(set(seeds)) == 20
+    # Of 256 bits each, every one is set in some run and not in another: 2 x 256 x 2^-20 that a fair one is not.
+    assert (np.bitwise_or.reduce(seeds), np.bitwise_and.reduce(seeds)) == (2**256 - 1, 0)
+
+
+def test_a_seed_that_is_there_is_kept() -> None:
+    _, state = rows(seeded(), BLT, [1, 2], 3, rng=no_entropy())
+    assert state.seed == seeded().seed
+    assert stored(state).row(BLT, 3, 3, no_entropy())[1].seed == seeded().seed
+
+
+# What is stored
+
+
+@every_matrix
+@pytest.mark.parametrize("before", [1, 2, 5])
+def test_a_resumed_run_draws_what_it_would_have_drawn(matrix: Any, before: int) -> None:
+    """To the last bit: a redrawn round with other noise is a second release."""
+    made, _ = rows(seeded(), matrix, range(1, 9), 50)
+    first, state = rows(seeded(), matrix, range(1, before + 1), 50)
+    later, end = rows(stored(state), matrix, range(before + 1, 9), 50)
+    np.testing.assert_array_equal(np.concatenate([first, later]), made)
+    assert end.drawn == 8
+    # And once more, from what the resumed run has stored.
+    state = stored(rows(stored(state), matrix, range(before + 1, 7), 50)[1])
+    np.testing.assert_array_equal(rows(state, matrix, [7, 8], 50)[0], made[6:])
+
+
+@every_matrix
+@pytest.mark.parametrize("lost", [True, False], ids=["stored", "in memory"])
+def test_a_round_that_was_charged_and_lost_stays_in_step(matrix: Any, lost: bool) -> None:
+    """Its row is drawn and not used: round t has row t of C^-1 Z, whatever was lost before."""
+    made, _ = rows(seeded(), matrix, range(1, 8), 50)
+    state = rows(seeded(), matrix, [1, 2], 50)[1]
+    skipped, after = rows(stored(state) if lost else state, matrix, [5, 7], 50)
+    np.testing.assert_array_equal(skipped, made[[4, 6]])
+    assert after.drawn == 7
+    np.testing.assert_array_equal(rows(seeded(), matrix, [4], 50)[0], made[[3]])
+
+
+@pytest.mark.parametrize("number", [1, 2, 3])
+@pytest.mark.parametrize("lost", [True, False], ids=["stored", "in memory"])
+def test_the_noise_of_a_round_is_never_drawn_twice(number: int, lost: bool) -> None:
+    """Two releases with one noise differ by what the noise was to hide."""
+    state = rows(seeded(), BLT, [1, 3], 50)[1]
+    with pytest.raises(RuntimeError, match=f"noise of round {number}: was drawn already; rounds 1 to 3"):
+        (stored(state) if lost else state).row(BLT, number, 50, no_entropy())
+
+
+@every_matrix
+def test_other_draws_than_those_of_the_run_are_refused(matrix: Any) -> None:
+    """Another NumPy may draw other numbers of the same seed: later rows would not cancel the noise of earlier ones."""
+    state = stored(rows(seeded(), matrix, range(1, 4), 50)[1])
+    for wrong in (state.checksum + 1, state.checksum - 1, 0):
+        with pytest.raises(RuntimeError, match=r"noise of rounds 1 to 3: NumPy .* draws other numbers than the run did"):
+            replace(state, checksum=wrong).row(matrix, 4, 50, no_entropy())
+    with pytest.raises(RuntimeError, match="draws other numbers"):
+        replace(state, seed=seeded(4).seed).row(matrix, 4, 50, no_entropy())
+    with pytest.raises(RuntimeError, match="draws other numbers"):  # a model of another size
+        state.row(matrix, 4, 51, no_entropy())
+
+
+@pytest.mark.parametrize("place", range(3))
+@pytest.mark.parametrize("which", [0, 1])
+def test_one_bit_of_one_draw_that_differs_is_noticed(monkeypatch: pytest.MonkeyPatch, place: int, which: int) -> None:
+    """In any of the rounds so far, in the first coordinate or the last."""
+    state = stored(rows(seeded(), BLT, range(1, 4), 50)[1])
+    real, counted = participation_state._Draws.__call__, itertools.count()
+
+    class Changed:
+        def __init__(self, rng: Any) -> None:
+            self.rng = rng
+
+        def standard_normal(self, size: int) -> np.ndarray:
+            drawn: np.ndarray = self.rng.standard_normal(size)
+            if next(counted) == 2 * place:  # the first of two draws of its round
+                drawn[-which] = math.nextafter(drawn[-which], 9)
+            return drawn
+
+    def call(draws: Any) -> np.ndarray:
+        draws._rng = Changed(draws._rng)
+        drawn: np.ndarray = real(draws)
+        return drawn
+
+    monkeypatch.setattr(participation_state._Draws, "__call__", call)
+    with pytest.raises(RuntimeError, match="draws other numbers"):
+        state.row(BLT, 4, 50, no_entropy())
+
+
+def test_what_is_stored_is_small_and_has_no_noise() -> None:
+    """The buffers are as large as the model, each; none is on the disk."""
+    length = 100_000
+    for matrix in MATRICES.values():
+        _, state = rows(seeded(), matrix, range(1, 4), length)
+        content = dump_bytes(state)
+        assert len(content) < 1000
+        assert not any(struct.pack("<d", float(value)) in content for buffer in state.buffers or () for value in buffer[:100])
+        read = load_bytes(content)
+        assert read.buffers is None
+        assert (read.seed, read.drawn, read.checksum) == (state.seed, state.drawn, state.checksum)
+        assert 0 <= read.checksum < 2**62
+
+
+def test_the_seed_is_in_no_text_of_the_state() -> None:
+    """States are in tracebacks and logs; who knows the seed knows all noise."""
+    _, state = rows(ParticipationState(), BLT, [1], 3, rng=noise_generator())
+    for one in (state, stored(state)):
+        for text in (repr(one), str(one), f"{one}", f"{one!r}"):
+            assert state.seed not in text
+            assert state.seed[:16] not in text
+            assert str(int(state.seed, 16)) not in text
+
+
+# Who took part
+
+
+def test_participations_are_counted_by_name_and_stored() -> None:
+    state = ParticipationState()
+    for number, names in ((1, ("a", "b")), (4, ("a",)), (9, ("c", "a"))):
+        state = replace(state, past=state.asked(names, number))
+    by_hand = {
+        "a": Participation(last=9, count=3),
+        "b": Participation(last=1, count=1),
+        "c": Participation(last=9, count=1),
+    }
+    assert state.past == by_hand
+    read = stored(state)
+    assert read.past == by_hand
+    assert {type(each) for each in read.past.values()} == {Participation}
+    assert state.asked((), 12) == by_hand
+
+
+def test_noise_and_participations_do_not_change_each_other() -> None:
+    state = replace(seeded(), past=seeded().asked(("a",), 1))
+    _, after = rows(state, BLT, [1, 2], 5)
+    assert after.past == state.past
+    assert replace(after, past=after.asked(("b",), 3)).buffers is after.buffers
+
+
+def test_a_state_of_independent_noise_has_no_seed() -> None:
+    state = stored(replace(ParticipationState(), past=ParticipationState().asked(("a",), 1)))
+    assert (state.seed, state.drawn, state.checksum) == ("", 0, 0)
+
+
+def test_many_clients_are_stored_with_all_their_participations() -> None:
+    past = {f"client-{number}": Participation(last=number + 1, count=number % 7 + 1) for number in range(10_000)}
+    assert stored(ParticipationState(past=past)).past == past
