@@ -113,7 +113,7 @@ class BLTMatrix(_Toeplitz):
 
     Attributes:
         decays: the decay of each buffer, in (0, 1).
-        scales: its weight, >= 0; their sum is at most 1, so that the column does not increase.
+        scales: the weight of each buffer, >= 0; their sum is at most 1, so that the column does not increase.
     """
 
     decays: tuple[float, ...]

@@ -148,25 +148,42 @@ def _powers(exponent: float, count: int) -> tuple[float, ...]:
 
 @lru_cache(maxsize=64)
 def _banded(bands: int, num_rounds: int) -> BandedMatrix:
-    """Minimize log(mean squared prefix error) + log(squared norm of the column), with the gradient by the adjoint."""
+    """Minimize log(mean squared prefix error) + log(squared norm of the column), with the gradient by the adjoint.
+
+    The variables are the entries of the column. If that fails, they are the logits of the ratios of neighboring entries: then the
+    column always falls, so that its inverse does not grow, but many bands take seconds.
+    """
     from scipy.optimize import minimize  # noqa: PLC0415  (slow to import)
     from scipy.signal import correlate, lfilter  # noqa: PLC0415
+    from scipy.special import expit, logit  # noqa: PLC0415
 
+    if bands == 1:
+        return BandedMatrix(bands=(1.0,))
     weights = np.arange(num_rounds, 0, -1) / num_rounds
 
     def loss(others: np.ndarray) -> tuple[float, np.ndarray]:
         column = np.concatenate([[1.0], others])
         sums = lfilter([1.0], column, np.ones(num_rounds))
         squared, norm = float(weights @ sums**2), float(column @ column)
+        if not squared * norm < 1e30:  # the inverse grows
+            return 1e3, np.zeros_like(others)
         adjoint = lfilter([1.0], column, (2 * weights * sums)[::-1])[::-1]
         slopes = -correlate(adjoint, sums, mode="full", method="fft")[num_rounds - 1 : num_rounds - 1 + bands]
         return math.log(squared * norm), (slopes / squared + 2 * column / norm)[1:]
 
-    start = np.asarray(_powers(0.5, bands))
-    if bands == 1:
-        return BandedMatrix(bands=(1.0,))
-    found = minimize(loss, start[1:], jac=True, method="L-BFGS-B", options={"maxiter": 1000, "ftol": 1e-14, "gtol": 1e-9})
-    return BandedMatrix(bands=(1.0, *found.x.tolist()))
+    def of_logits(logits: np.ndarray) -> tuple[float, np.ndarray]:
+        others = np.cumprod(expit(logits))
+        value, slopes = loss(others)
+        return value, expit(-logits) * np.cumsum((slopes * others)[::-1])[::-1]
+
+    start, options = np.asarray(_powers(0.5, bands)), {"maxiter": 2000, "ftol": 1e-14, "gtol": 1e-9}
+    with np.errstate(all="ignore"):
+        found = minimize(loss, start[1:], jac=True, method="L-BFGS-B", options=options)
+    column = np.concatenate([[1.0], found.x])
+    if not found.success or not found.fun < loss(start[1:])[0] or np.any(np.diff(column) > 0):
+        found = minimize(of_logits, logit(start[1:] / start[:-1]), jac=True, method="L-BFGS-B", options=options)
+        column = np.concatenate([[1.0], np.cumprod(expit(found.x))])
+    return BandedMatrix(bands=tuple(column.tolist()))
 
 
 @lru_cache(maxsize=64)
@@ -181,7 +198,7 @@ def _blt(num_buffers: int, schema: ParticipationSchema) -> BLTMatrix:
         decays, scales = np.asarray(before.decays), np.asarray(before.scales)
         # A new buffer with a shorter memory than all others.
         shorter = min(decays) * 0.6
-        decays, scales = np.append(decays, shorter), np.append(scales, 0.2 * (1 - scales.sum()))
+        decays, scales = np.append(decays, shorter), np.append(scales, max(0.2 * (1 - scales.sum()), 1e-3))
         start = np.concatenate([np.log(decays / (1 - decays)), np.log(scales)])
 
     def matrix(point: np.ndarray) -> BLTMatrix:

@@ -302,7 +302,8 @@ def _adversaries(rules: ClientLevelRules, charges: Charges, inside: PrivacyCost,
             evaluated = replace(share, clip_norm=1.0, mechanism=Gaussian(noise_multiplier=evaluation.noise.min_share_std))
             event = dp_events.ComposedDpEvent([event, accounting.repeated(evaluated.event(1), charges.number(evaluation.name))])
         server, std = accounting.epsilon(event, delta=delta, relation=release.relation), share.noise_scale
-    often = "asked as often as the separation allows" if rules.training.draws_connected else "selected in every round"
+    separated = isinstance(release.sampler, MinimumSeparationSampling)
+    often = "asked as often as the separation allows" if separated else "selected in every round"
     sees_as_client = f"what outsiders see{knows}; each alone, as if {often}"
     least = min(rules.least_noise_multiplier(charges), release.mechanism.noise_multiplier) * release.clip_norm
     return (

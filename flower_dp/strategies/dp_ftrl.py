@@ -74,7 +74,7 @@ class DPFTRL(DPStrategy):
             sensitivity of C. 0 runs without privacy.
         epsilon: epsilon of the whole run, in place of `noise_multiplier`.
         num_rounds: number of rounds; `start` must be given the same number.
-        sampling: who may take part in a round.
+        sampling: rule of who may take part in a round.
         num_clients: number of clients; the run waits until that many have registered. More may come later.
         delta: the delta at which epsilon is stated, in (0, 1).
         noise: kind of the noise: `BLT`, `BISR`, `Banded` or `Tree` of `flower_dp.planning.correlated_noise`.

@@ -14,6 +14,7 @@ from flwr.serverapp import Grid
 
 from flower_dp import wire
 from flower_dp.core.noise import Generator, noise_generator
+from flower_dp.core.participation import MinimumSeparationSampling
 from flower_dp.privacy.charges import Charges
 from flower_dp.privacy.private_file import LedgerError
 from flower_dp.strategies import diagnostics, run
@@ -282,7 +283,7 @@ class Session:
     ) -> tuple[RunState, dict[int, tuple[str, ...]]]:
         """Draw the cohort of a release's next round; return the next state, for `ask`, and the cohort by node."""
         names, places = known_clients.names, None
-        if release.draws_connected:
+        if isinstance(release.sampling, MinimumSeparationSampling):  # nothing depends on a sampling rate
             places = known_clients.connected(by_name=not self._simulated)
             names = tuple(names[place] for place in places)
         chosen, after = release.cohort(self.current, names, self.generator(*purpose))

@@ -267,7 +267,7 @@ FURTHER: dict[str, dict[str, Any]] = {
 }
 
 # The examples of docs/planning.md, and two changes of them.
-_LAPLACE, _BOUND, _PASGD, _FEDPAQ = (
+_LAPLACE, _BOUND, _PASGD, _FEDPAQ, _ = (
     tomllib.loads(block)
     for block in re.findall(r"^```toml\n(.*?)^```", (ROOT / "docs" / "planning.md").read_text(encoding="utf-8"), re.M | re.S)
 )

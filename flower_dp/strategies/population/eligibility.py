@@ -5,6 +5,7 @@ from typing import Any
 
 from flwr.serverapp import Grid
 
+from flower_dp.core.participation import MinimumSeparationSampling
 from flower_dp.strategies.population.client_manager import ClientManager, KnownClients
 from flower_dp.strategies.population.client_query import is_simulation
 from flower_dp.strategies.releases.local_releases import LocalReleases
@@ -44,7 +45,7 @@ def query_clients(
         raise ValueError(f"{rules.about.title}: {rules.about.stock_refusal}")
     if known_clients.hosting and (reason := unfit_reason(rules, known_clients.methods)):
         raise ValueError(reason)
-    counts_names = rules.releases[0].draws_connected and not is_simulation(grid)
+    counts_names = isinstance(rules.releases[0].sampling, MinimumSeparationSampling) and not is_simulation(grid)
     if counts_names and (name := next(iter(known_clients.named_by_node), None)):
         raise ValueError(
             f"client {name!r} is named by its node's id, which changes when the node restarts: it could come back too early "

@@ -123,7 +123,7 @@ class CorrelatedSharing(NoiseSharing):
 
     @property
     def assumptions(self) -> tuple[str, ...]:
-        """What the noise of the whole run assumes."""
+        """The assumptions of the noise of the whole run."""
         return (
             f"The noise of the rounds is correlated: {self.kind}. One release covers all {self.schema.num_rounds} rounds. It was "
             "charged before the first one, and a run that ends early costs as much.",
@@ -153,11 +153,6 @@ class SeparatedSum(NoisedSum):
         sampling = self.release.sampler
         assert isinstance(sampling, MinimumSeparationSampling)  # noqa: S101
         return sampling
-
-    @property
-    def draws_connected(self) -> bool:
-        """Whether cohorts are drawn from the connected clients alone: here they are, as no amplification depends on it."""
-        return True
 
     @property
     def accepts_new_clients(self) -> bool:

@@ -3,7 +3,7 @@
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 
@@ -60,7 +60,6 @@ class LocalReleases:
     terms: Mapping[str, ClientTerms] = field(default_factory=dict)
     cohort_is_secret: bool = False
     accepts_new_clients: bool = False
-    draws_connected: ClassVar[bool] = False
     fingerprint: str = field(default="", init=False, repr=False)
     # The distinct events of a reply, and the index of each client's: a million clients have few distinct events.
     _events: tuple[dp_events.DpEvent, ...] = field(default=(), init=False, repr=False)

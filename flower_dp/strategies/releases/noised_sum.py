@@ -103,11 +103,6 @@ class NoisedSum:
         return self.noise.cohort_is_secret
 
     @property
-    def draws_connected(self) -> bool:
-        """Whether cohorts are drawn from the connected clients alone: no, as sampling rates are those of all clients."""
-        return False
-
-    @property
     def accepts_new_clients(self) -> bool:
         """Whether more clients than `release.num_units` may take part.
 

@@ -21,7 +21,7 @@ _CHECKSUM = 2**62
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ParticipationState:
-    """Who took part so far, and the noise that was drawn so far. Who knows it can subtract the noise from every model.
+    """Participations and noise so far. Who knows this state can subtract the noise from every model.
 
     It is on the disk before the messages of a round leave. The buffers are not: the seed and the number of draws determine them.
     A resumed run draws the same noise again, up to where it was, and a checksum tells if it does.

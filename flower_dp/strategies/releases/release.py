@@ -71,7 +71,6 @@ class Release(Protocol):
         name: name of the release on the wire: the method's, or that of private evaluations.
         sampling: sampler of a round's cohort.
         cohort_is_secret: whether the epsilon holds only if nobody knows who takes part in a round.
-        draws_connected: whether cohorts are drawn from the connected clients alone.
         accepts_new_clients: whether more clients than the accounting's number may take part.
     """
 
@@ -81,8 +80,6 @@ class Release(Protocol):
     def sampling(self) -> Sampler: ...  # noqa: D102
     @property
     def cohort_is_secret(self) -> bool: ...  # noqa: D102
-    @property
-    def draws_connected(self) -> bool: ...  # noqa: D102
     @property
     def accepts_new_clients(self) -> bool: ...  # noqa: D102
 
