@@ -99,6 +99,7 @@ def client_level_client(
     evaluating = rules.evaluation
     smallest, largest = rules.clip_norms
     training = training_of(settings, sam_radius=sam_radius, loss=loss)
+    kept = rules.release.sampler if isinstance(rules.release.sampler, MinimumSeparationSampling) else None
     return parts.DPClient(
         model=model,
         clients=clients,
@@ -113,6 +114,8 @@ def client_level_client(
             min_noise_multiplier=rules.release.mechanism.noise_multiplier,
             min_noise_std=(1 - 1e-9) * rules.noise.min_share_std * (largest / rules.release.clip_norm),
             allow_metrics=settings.report_client_metrics,
+            min_separation=kept.min_separation if kept else None,
+            max_participations=kept.max_participations if kept else None,
             allow_evaluation=evaluating is not None,
             min_evaluation_noise_multiplier=evaluating.release.mechanism.noise_multiplier if evaluating else 0.0,
             min_evaluation_noise_std=(1 - 1e-9) * evaluating.noise.min_share_std if evaluating else 0.0,

@@ -455,7 +455,9 @@ def test_no_message_moves_a_device_from_its_own_terms(label: str, data: st.DataO
     terms = own_terms(method, "c0")
     if already := data.draw(st.integers(0, WORDS.replies)):
         for one in (device, twin):
-            NodeStateAccounts(one.context.state).note({name: (already, own_terms(method, name)["train"].text) for name in HOSTED})
+            NodeStateAccounts(one.context.state).note(
+                {name: (already, own_terms(method, name)["train"].text, already) for name in HOSTED}
+            )
     messages = data.draw(changed(label))
     for message in messages:
         kind, before = message.metadata.message_type, spent(device.context)

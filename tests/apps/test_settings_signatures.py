@@ -58,7 +58,8 @@ ADAPTIVE = {"clip-learning-rate": 0.3, "clip-count-noise-std": 50.0, "min-clip-n
 OPTIONS = ("frozen_arrays", "max_clients_per_node", "max_new_clients", "noise_seed", "on_round", "registration_timeout")
 UNSET = {
     "": {"Training.num_local_steps", "Options.server_optimizer", *(f"Options.{name}" for name in OPTIONS)},
-    "dp-fedavg": {"Training.sam_radius"},
+    "dp-fedavg": {"DPFedAvg.noise", "Training.sam_radius"},
+    "dp-fedsam": {"DPFedSAM.noise"},
     "dp-ftrl": {"Training.sam_radius"},
     "fed-smp": {"Training.sam_radius"},
     "nbafl": {"NbAFL.min_records", "Training.sam_radius", "Training.sparsifier"},
