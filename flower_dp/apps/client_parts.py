@@ -16,6 +16,7 @@ from flower_dp.clients.local.evaluation import record_loss_and_accuracy
 from flower_dp.clients.local.recipe import LocalRecipe
 from flower_dp.clients.reply.evaluation import loss_and_accuracy
 from flower_dp.clients.training.losses import Loss
+from flower_dp.core.participation import MinimumSeparationSampling
 from flower_dp.privacy.release import Release
 from flower_dp.strategies.client_level import ClientLevelRules
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from dataclasses import dataclass, fields, replace
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
@@ -16,6 +16,8 @@ from flower_dp.core.sampling import FixedSizeSampling, FullSampling, RoundRobinS
 from flower_dp.privacy.mechanisms import Gaussian
 from flower_dp.privacy.release import Release
 from flower_dp.strategies.releases.left_out import RoundDiscarded
+
+T = TypeVar("T")
 
 # Samplers whose cohorts are public, and whose events count how often a client takes part.
 _PUBLIC = (RoundRobinSampling, MinimumSeparationSampling)
@@ -266,3 +268,8 @@ class NoiseSharing:
             return release
         left = release.mechanism.noise_multiplier * math.sqrt((shares - 1) / shares)
         return replace(release, mechanism=Gaussian(noise_multiplier=left))
+
+
+def as_base(value: Any, kind: type[T], **changes: Any) -> T:
+    """Return an object of a dataclass with the fields of `value`, which may have more, and some other ones."""
+    return kind(**{part.name: getattr(value, part.name) for part in fields(kind)} | changes)  # type: ignore[arg-type]
