@@ -226,10 +226,19 @@ def test_columns_that_rise_or_turn_negative_have_no_sensitivity_with_a_small_sep
     assert matrix.sensitivity(schema_of(6, 6, 1)) == pytest.approx(np.linalg.norm(matrix.column(6)))
 
 
-def test_the_refused_column_would_be_understated() -> None:
-    column, schema = np.array([1.0, 0.0, 1.0, 0.0, 0.0, 0.0]), schema_of(6, 1, 2)
-    spaced = np.linalg.norm(dense(column)[:, :2].sum(axis=1))
-    assert largest_norm(dense(column), schema) > 1.2 * spaced
+@pytest.mark.parametrize(
+    ("bands", "pattern", "signs"),
+    [
+        ((1.0, 0.0, 1.0, 0.0, 0.0, 0.0), [0, 2], [1, 1]),  # two rounds apart is worse than the least separation
+        ((1.0, -0.2), [0, 1], [1, -1]),  # updates of opposite directions are worse than of one
+    ],
+)
+def test_refused_columns_would_be_understated(bands: Any, pattern: list[int], signs: list[int]) -> None:
+    """The sum of the columns of rounds 1 and 2 is no bound."""
+    schema, whole = schema_of(len(bands), 1, 2), dense(np.array(bands))
+    assert np.linalg.norm(whole[:, pattern] @ signs) > 1.05 * np.linalg.norm(whole[:, :2].sum(axis=1))
+    with pytest.raises(ValueError, match="has no proved sensitivity"):
+        BandedMatrix(bands=bands).sensitivity(schema)
 
 
 @pytest.mark.parametrize("rounds", [1, 2, 7])

@@ -131,11 +131,11 @@ def test_the_noise_of_a_round_follows_from_seed_and_number_alone() -> None:
 
 
 def test_the_seed_is_new_entropy_of_256_bits_in_each_run() -> None:
-    states = [rows(ParticipationState(), BLT, [1], 3, rng=noise_generator())[1] for _ in range(20)]
+    states = [rows(ParticipationState(), BLT, [1], 3, rng=noise_generator())[1] for _ in range(40)]
     seeds = [int(state.seed, 16) for state in states]
     assert {len(state.seed) for state in states} == {64}
-    assert len(set(seeds)) == 20
-    # Of 256 bits each, every one is set in some run and not in another: 2 x 256 x 2^-20 that a fair one is not.
+    assert len(set(seeds)) == 40
+    # Of 256 bits each, every one is set in some run and not in another: 2 x 256 x 2^-40 that a fair one is not.
     assert (np.bitwise_or.reduce(seeds), np.bitwise_and.reduce(seeds)) == (2**256 - 1, 0)
 
 
