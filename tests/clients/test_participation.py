@@ -31,13 +31,13 @@ from tests.local_grids import TRAINING, Direct, context_of
 from tests.stock import arrays
 
 RUN, OTHER_RUN = "5eed", "0ff"
-SENSITIVITY, MULTIPLIER, DELTA = 2.5, 4.0, 1e-5
+MULTIPLIER, DELTA = 1.6, 1e-5
 ROW = np.array([0.5, -0.25], np.float32)
 
 
 def separated(number: int, *, run: str = RUN, names: tuple[str, ...] = ("a",), **changes: Any) -> Instruction:
     """What a server asks in a round of DP-FTRL with two participations of a client, three rounds apart."""
-    kept = {"number": number, "min_separation": 3, "max_participations": 2, "run_sensitivity": SENSITIVITY, "run": run}
+    kept = {"number": number, "min_separation": 3, "max_participations": 2, "whole_run": True, "run": run}
     kept |= {name: changes.pop(name) for name in tuple(changes) if name in kept}
     arguments = {"server_round": number, "method": "dp-ftrl"}
     arguments |= {name: changes.pop(name) for name in ("server_round", "method") if name in changes}
@@ -207,9 +207,8 @@ def assert_by_hand(context: Context, separation: int, most: int | None, numbers:
         {"min_separation": 4},
         {"max_participations": 20},
         {"max_participations": None},
-        {"run_sensitivity": 2.4},
-        {"run_sensitivity": 0.0},
-        {"noise_multiplier": 3.9},
+        {"whole_run": False},
+        {"noise_multiplier": 1.5},
         {"noise_multiplier": 0.0},
         {"method": "dp-fedavg"},
     ],
@@ -356,8 +355,8 @@ def test_a_ledger_counts_over_restarts(client: Any, path: Path) -> None:
 
 @every_kind
 def test_the_ledger_has_the_event_of_the_whole_run_once(client: Any, path: Path) -> None:
-    """Correlated noise: all participations together are one Gaussian of noise multiplier z / sensitivity."""
-    whole = dp_events.GaussianDpEvent(MULTIPLIER / SENSITIVITY)
+    """Correlated noise: all participations together are one Gaussian of the noise multiplier that the server promises."""
+    whole = dp_events.GaussianDpEvent(MULTIPLIER)
     assert client(separated(1), restarted(path))[0] == {}
     assert DeviceLedger(path).read()[participation_account("a", RUN)].counts == {whole: 1}  # there may be no second round
     assert client(separated(4), restarted(path))[0] == {}
@@ -366,8 +365,8 @@ def test_the_ledger_has_the_event_of_the_whole_run_once(client: Any, path: Path)
     entry = entries[participation_account("a", RUN)]
     assert (entry.replies, entry.num_replies, entry.relation, entry.runs) == (2, 2, "add-or-remove-one", {RUN: 4})
     assert entry.counts == {whole: 1, dp_events.NoOpDpEvent(): 1}
-    assert entry.spent.lines() == [f"1 x GaussianDpEvent(noise_multiplier={MULTIPLIER / SENSITIVITY})"]
-    by_hand = gaussian_epsilon([MULTIPLIER / SENSITIVITY], "add-or-remove-one", DELTA)
+    assert entry.spent.lines() == [f"1 x GaussianDpEvent(noise_multiplier={MULTIPLIER})"]
+    by_hand = gaussian_epsilon([MULTIPLIER], "add-or-remove-one", DELTA)
     assert by_hand <= entry.spent.cost(DELTA).epsilon <= by_hand * 1.01
     assert entries["a"].replies == entries["b"].replies == 0  # the accounts of runs whose noise is the client's own
 
@@ -375,17 +374,17 @@ def test_the_ledger_has_the_event_of_the_whole_run_once(client: Any, path: Path)
 @every_kind
 def test_independent_noise_costs_each_time(client: Any, path: Path) -> None:
     for number in (1, 4):
-        assert client(separated(number, run_sensitivity=0.0), restarted(path))[0] == {}
+        assert client(separated(number, whole_run=False), restarted(path))[0] == {}
     entry = DeviceLedger(path).read()[participation_account("a", RUN)]
     assert entry.counts == {dp_events.GaussianDpEvent(MULTIPLIER): 2}
     by_hand = gaussian_epsilon([MULTIPLIER] * 2, "add-or-remove-one", DELTA)
     assert by_hand <= entry.spent.cost(DELTA).epsilon <= by_hand * 1.01
 
 
-@pytest.mark.parametrize("sensitivity", [0.0, SENSITIVITY])
-def test_a_run_without_noise_costs_infinity(sensitivity: float, path: Path) -> None:
+@pytest.mark.parametrize("whole_run", [False, True])
+def test_a_run_without_noise_costs_infinity(whole_run: bool, path: Path) -> None:
     for number in (1, 4):
-        asked = separated(number, run_sensitivity=sensitivity, noise_multiplier=0.0, placement="central")
+        asked = separated(number, whole_run=whole_run, noise_multiplier=0.0, placement="central")
         assert refusals(asked, ["a"], restarted(path)) == {}
         assert DeviceLedger(path).read()[participation_account("a", RUN)].spent.cost(DELTA).epsilon == math.inf
 
@@ -453,7 +452,7 @@ NOISE = {"min_noise_multiplier": 1.0}
             {"max_participations": None},
             "max_participations=inf: this client's policy allows at most",
         ),
-        ({"min_noise_multiplier": 5.0}, {}, "noise_multiplier=4: this client's policy requires at least 5"),
+        ({"min_noise_multiplier": 5.0}, {}, "noise_multiplier=1.6: this client's policy requires at least 5"),
     ],
 )
 def test_a_policy_limits_separation_and_participations(client: Any, policy: Any, changes: Any, reason: str | None) -> None:
@@ -508,13 +507,12 @@ def test_different_terms_have_different_lines_which_begin_with_the_number_of_rep
             {"min_separation": 4},
             {"max_participations": 3},
             {"max_participations": None},
-            {"run_sensitivity": SENSITIVITY * (1 + 1e-15)},
-            {"run_sensitivity": 0.0},
+            {"whole_run": False},
             {"noise_multiplier": MULTIPLIER * (1 + 1e-15)},
         )
     ]
     assert len(set(lines)) == len(lines)
-    assert [num_replies_of(line) for line in lines] == [2, 2, 2, 3, checks.MOST_COUNT, 2, 2, 2]
+    assert [num_replies_of(line) for line in lines] == [2, 2, 2, 3, checks.MOST_COUNT, 2, 2]
     assert terms().text == terms(number=9, run=OTHER_RUN, clip_norm=0.5).text
 
 
@@ -552,9 +550,6 @@ def test_a_state_without_the_number_of_the_last_reply_is_damaged(last: Any) -> N
         ({"number": 0}, "separation number=0: must be a whole number >= 1"),
         ({"min_separation": 0}, "min_separation=0: must be a whole number >= 1"),
         ({"max_participations": 0}, "max_participations=0: must be a whole number >= 1"),
-        ({"run_sensitivity": -1.0}, "run_sensitivity=-1.0: must be a finite number >= 0"),
-        ({"run_sensitivity": math.inf}, "run_sensitivity=inf: must be a finite number >= 0"),
-        ({"run_sensitivity": math.nan}, "run_sensitivity=nan: must be a finite number >= 0"),
     ],
 )
 def test_values_out_of_range_are_no_separation(changes: Any, reason: str) -> None:
