@@ -23,7 +23,7 @@ LIMITS = {
     "flower_dp/strategies": 6227,
     "flower_dp/clients": 4908,
     "flower_dp/privacy": 2640,
-    "flower_dp/apps": 2205,
+    "flower_dp/apps": 2206,
     "flower_dp/planning": 1888,
     "flower_dp/running": 1544,
     "flower_dp/audit": 1083,

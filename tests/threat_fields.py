@@ -68,7 +68,7 @@ CENTRAL = partial(ReleaseRequest, promise=PROMISE, placement="central")
 ASKS = (
     CENTRAL(step=0.5, mask=RoundMask(seed=1, keep_ratio=0.5), vectors={"v": np.zeros(8, np.float32)}),
     CENTRAL(mask=SentMask.of([0], length=8)),
-    CENTRAL(separation=Separation(number=1, min_separation=2, max_participations=3, run_sensitivity=1.5, run="r")),
+    CENTRAL(separation=Separation(number=1, min_separation=2, max_participations=3, whole_run=True, run="r")),
     CENTRAL(indicator=Indicator(clip_norm=0.5, scale=0.1)),
     ReleaseRequest(promise=PROMISE, placement="distributed", noise_std=1.0, keep_ratio=0.5, quantization_levels=4),
     ReleaseRequest(

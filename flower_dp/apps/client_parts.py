@@ -112,7 +112,7 @@ def client_level_client(
         policy=parts.ClientPolicy(
             max_clip_norm=largest,
             min_clip_norm=smallest if smallest < largest else None,
-            min_noise_multiplier=rules.release.mechanism.noise_multiplier,
+            min_noise_multiplier=(1 - 1e-9) * rules.noise.promised_multiplier,
             min_noise_std=(1 - 1e-9) * rules.noise.min_share_std * (largest / rules.release.clip_norm),
             allow_metrics=settings.report_client_metrics,
             min_separation=kept.min_separation if kept else None,

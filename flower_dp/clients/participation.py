@@ -56,16 +56,14 @@ class ParticipationTerms:
 
     def event_of(self, number: int) -> dp_events.DpEvent:
         """Return the event of reply `number`; correlated noise costs the whole run with the first one."""
-        sensitivity, multiplier = self.separation.run_sensitivity, self.promise.noise_multiplier
-        if not sensitivity or not multiplier:
-            return self.release.event(1)
-        return dp_events.GaussianDpEvent(multiplier / sensitivity) if number == 1 else dp_events.NoOpDpEvent()
+        charged = number == 1 or not self.separation.whole_run or not self.promise.noise_multiplier
+        return self.release.event(1) if charged else dp_events.NoOpDpEvent()
 
     @property
     def text(self) -> str:
         """Terms as one line; different terms have different lines."""
         kept, noise = self.separation, self.promise.noise_multiplier
-        apart = f"min_separation={kept.min_separation}, run_sensitivity={kept.run_sensitivity!r}"
+        apart = f"min_separation={kept.min_separation}, {'of the whole run' if kept.whole_run else 'each'}"
         return f"{self.num_replies} replies to {self.method}, {apart}, noise_multiplier={noise!r}"
 
     def refusal_reason(self, replies: int, opened: str | None) -> ChargeRefusal | None:

@@ -128,6 +128,8 @@ def noise_named(kind: str, *, num_buffers: int = 0, bands: int = 0) -> BLT | BIS
     for name, value, readers in (("bands", bands, ("bisr", "banded")), ("num-buffers", num_buffers, ("blt",))):
         if value and kind not in readers:
             raise checks.refusal(name, value, f"is not read with noise={kind!r}, but with {' or '.join(readers)}")
+    if kind == "banded" and not bands:
+        raise checks.refusal("bands", bands, "must be set with noise='banded', to at most min-separation")
     if kind == "banded":
         return Banded(bands=bands)
     if kind == "bisr":

@@ -305,7 +305,8 @@ def _adversaries(rules: ClientLevelRules, charges: Charges, inside: PrivacyCost,
     separated = isinstance(release.sampler, MinimumSeparationSampling)
     often = "asked as often as the separation allows" if separated else "selected in every round"
     sees_as_client = f"what outsiders see{knows}; each alone, as if {often}"
-    least = min(rules.least_noise_multiplier(charges), release.mechanism.noise_multiplier) * release.clip_norm
+    rows = math.inf if rules.noise.numbers else rules.least_noise_multiplier(charges)  # the one event is not that of a round
+    least = min(rows, release.mechanism.noise_multiplier) * release.clip_norm
     return (
         Adversary.of("outsiders", outside, view=f"{published}{secret}", lowest_noise_std=release.noise_scale),
         Adversary.of("participants", inside, view=sees_as_client, lowest_noise_std=least),

@@ -69,9 +69,8 @@ class DPFTRL(DPStrategy):
 
     Args:
         clip_norm: L2 bound of one client's update, or an `AdaptiveClip`.
-        noise_multiplier: std of each row of Z / clip_norm. The cost of the run is that of one Gaussian of this multiplier over
-        the
-            sensitivity of C. 0 runs without privacy.
+        noise_multiplier: std of each row of Z / clip_norm; 0 runs without privacy. The run costs as much as one Gaussian of this
+            multiplier over the sensitivity of C.
         epsilon: epsilon of the whole run, in place of `noise_multiplier`.
         num_rounds: number of rounds; `start` must be given the same number.
         sampling: rule of who may take part in a round.

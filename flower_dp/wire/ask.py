@@ -37,7 +37,8 @@ class Promise(Part, frozen=True, kw_only=True):
 
     Attributes:
         clip_norm: bound on the norm of every client's, or every record's, contribution; above 0.
-        noise_multiplier: noise scale of the release / clip norm; 0 for a release without noise.
+        noise_multiplier: noise scale of the release / clip norm; 0 for a release without noise. If one event covers all rounds, it is
+            that of the whole run.
 
     Raises:
         ValueError: naming the value that is out of range.
@@ -135,8 +136,7 @@ class Separation(Part, frozen=True, kw_only=True):
         number: number of the round in its run, from 1, by the server's charges.
         min_separation: least difference of the numbers of two rounds in which a client replies.
         max_participations: largest number of replies of a client in the run; None for any.
-        run_sensitivity: L2 sensitivity of all rounds together over the clip norm, for noise that is correlated over rounds; 0 for
-            independent noise.
+        whole_run: whether the promised noise multiplier is that of all rounds together, as one release; else it is that of each.
         run: id of the run, under which a device counts; empty before `ReleaseRequest.with_run_id`.
 
     Raises:
@@ -151,7 +151,7 @@ class Separation(Part, frozen=True, kw_only=True):
     number: int
     min_separation: int
     max_participations: int | None = None
-    run_sensitivity: float = 0.0
+    whole_run: bool = False
     run: str = ""
 
     def __post_init__(self) -> None:
@@ -159,7 +159,6 @@ class Separation(Part, frozen=True, kw_only=True):
         checks.integer("min_separation", self.min_separation, at_least=1, at_most=checks.MOST_COUNT)
         if self.max_participations is not None:
             checks.integer("max_participations", self.max_participations, at_least=1, at_most=checks.MOST_COUNT)
-        checks.number("run_sensitivity", self.run_sensitivity, at_least=0)
 
 
 class ReleaseRequest(Part, frozen=True, kw_only=True):

@@ -33,7 +33,7 @@ from flower_dp.core.metric_bounds import MetricBounds
 from flower_dp.core.sampling import PoissonSampling
 from flower_dp.privacy import accounting
 from flower_dp.privacy.client_terms import ClientTerms
-from flower_dp.privacy.device_store import DeviceLedger
+from flower_dp.privacy.device_store import DeviceLedger, ReplyNumber
 from flower_dp.privacy.evaluation_budget import EvaluationBudget
 from flower_dp.privacy.events import Relation
 from flower_dp.privacy.fedsgd_dpc import gradient_terms
@@ -490,7 +490,8 @@ def test_a_client_does_not_tell_its_own_terms() -> None:
     account = NodeStateAccounts(context.state)
     account.note({"c0": (1, BUDGET.terms("c0", records("c0")).text, 1)})
     own = BUDGET.terms("c0", records("c0", size=7))
-    assert account.charge({"c0": own}, {}) == {"c0": wire.Refusal(reason="its account was opened on other terms")}
+    numbered = {"c0": ReplyNumber(run="r", number=2)}
+    assert account.charge({"c0": own}, numbered) == {"c0": wire.Refusal(reason="its account was opened on other terms")}
 
 
 # An app's metrics are no sums over records

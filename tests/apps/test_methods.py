@@ -270,3 +270,14 @@ def test_a_group_on_a_gpu_has_as_many_clients_as_a_round_is_expected_to_draw_of_
     names = run.settings.client_names()[:hosted]
     node = run.client(run.model(), dict.fromkeys(names, data()), sizes_of(run))
     assert node.group_size == size
+
+
+def test_a_devices_policy_has_the_separation_of_its_own_settings():
+    words = {"method": "dp-ftrl", "num-clients": 20, "cohort-size": 2, "num-rounds": 8, "dp-ftrl.delta": 1e-3}
+    for changes, expected in (({}, (8, None)), ({"min-separation": 3, "max-participations": 2}, (3, 2))):
+        run = ParsedRunConfig.of({**DEFAULTS, **words, **changes})
+        policy = run.client(run.model(), {"client-00": range(9)}, dict).policy
+        assert (policy.min_separation, policy.max_participations) == expected
+        rules = run.strategy(dict).rules
+        assert policy.min_noise_multiplier == pytest.approx(2.0 / rules.noise.run_sensitivity)
+        assert policy.min_noise_multiplier <= rules.noise.promised_multiplier

@@ -173,7 +173,10 @@ def test_a_real_sklearn_app() -> None:
 )
 def test_a_node_says_its_clients_name_and_the_methods_that_it_runs(arguments: Any, config: Any, name: str) -> None:
     for app, question in ((added(0), wire.client_query(1, "train")), (numpy_app, properties())):
-        for terms, methods in ((None, ["dp-fedavg", "dp-fedsam", "dp-ftrl", "fed-smp", "private-evaluation"]), (NBAFL, ["nbafl"])):
+        for terms, methods in (
+            (None, ["dp-fedavg", "dp-fedsam", "dp-ftrl", "fed-smp", "private-evaluation"]),
+            (NBAFL, ["nbafl"]),
+        ):
             reply = app(privacy_mod(terms=terms, **arguments))(question, context_of(**config))
             hosted = wire.hosted_of(reply.content, most_names=1)
             assert hosted == wire.HostedClients(names=(name,), methods=frozenset(methods))

@@ -1,6 +1,7 @@
 """DP-FTRL on the real way: the covariance of what is released, who is asked, one event, a secret state that goes on."""
 
 import copy
+import json
 import logging
 import math
 import pickle
@@ -14,6 +15,7 @@ from flwr.app import Context, RecordDict
 from flwr.serverapp.strategy import FedAvgM
 from scipy import stats
 
+from flower_dp import wire
 from flower_dp.clients import client_app
 from flower_dp.core.participation import MinimumSeparationSampling
 from flower_dp.core.sampling import FullSampling, PoissonSampling
@@ -348,7 +350,6 @@ def test_a_newcomer_named_by_its_node_is_not_asked():
 def test_a_device_refuses_a_request_that_comes_too_early_although_the_server_has_forgotten():
     """The server's state is that of another run; the device's account is of this one."""
     strategy, grid = strategy_of(num_rounds=3), Grid()
-    grid.before = lambda _: [setattr(state, "past", {}) for state in ()]
     start(strategy, grid, num_rounds=3)
     asked = [message for message in grid.sent if asks_to_train(message)]
     before = len(grid.received)
@@ -464,7 +465,7 @@ def test_a_resumed_run_continues_the_same_noise_and_keeps_the_separation(at, in_
     with Store(copied / LEDGER, read_only=True) as ledger:
         assert ledger.num_charges == again.charges.number("dp-ftrl") == ROUNDS
     # What each round has released is its own row of one C^-1 Z.
-    state, rows, buffers = again.state.secret["dp-ftrl"], {}, None
+    state, rows = again.state.secret["dp-ftrl"], {}
     fresh = type(state)(seed=state.seed)
     for number in range(1, ROUNDS + 1):
         rows[number], fresh = fresh.row(again.rules.noise.matrix, number, models[0].size, None)
@@ -603,3 +604,34 @@ def test_a_server_optimizer_moves_the_model_by_what_was_released():
     strategy = strategy_of(server_optimizer=FedAvgM(server_learning_rate=0.5, server_momentum=0.9))
     start(strategy, Grid())
     assert strategy.statement.private
+
+
+def test_clients_are_promised_the_noise_of_the_whole_run():
+    """A policy that needs more refuses, although each row of Z has more."""
+    grid, strategy = Grid(), strategy_of()
+    grid.before = lambda _: None
+    whole = Z / strategy.rules.noise.matrix.sensitivity(SCHEMA)
+    start(strategy, grid)
+    instruction = next(message for message in grid.sent if asks_to_train(message)).content.config_records
+    (asked,) = [json.loads(record[wire.KEY])["ask"] for record in instruction.values()]
+    assert asked["promise"]["noise_multiplier"] == pytest.approx(whole)
+    assert asked["separation"]["whole_run"]
+
+
+def test_the_log_does_not_judge_the_noise_of_one_round(caplog):
+    with caplog.at_level(logging.WARNING):
+        start(strategy_of(noise_multiplier=50.0), Grid())
+    assert "so one round teaches little" not in caplog.text
+    with caplog.at_level(logging.WARNING):
+        start(DPFedAvg(**WORDS | {"noise_multiplier": 50.0}), Grid())
+    assert "so one round teaches little" in caplog.text
+
+
+def test_what_is_released_lies_on_the_lattice():
+    """The noised sum, not the model: its float32 has fewer digits."""
+    noise, total = strategy_of().rules.noise, np.zeros(1000)
+    begun, _ = noise.begin(None, 1, 1000, np.random.default_rng(1))
+    noise.add(total, begun, step=2.0**-12, num_replies=2, cohort_size=2, rng=np.random.default_rng(1))
+    assert np.array_equal(total * 2**12, np.rint(total * 2**12))
+    assert np.abs(total - begun).max() <= 2.0**-13
+    assert begun.std() > 0.9

@@ -96,6 +96,11 @@ class CorrelatedSharing(NoiseSharing):
         assert isinstance(release, RunRelease)  # noqa: S101
         return release.sensitivity_of_run
 
+    @property
+    def promised_multiplier(self) -> float:
+        """The noise multiplier of the whole run, which clients are promised: that of each row of Z over the sensitivity."""
+        return self.release.mechanism.noise_multiplier / self.run_sensitivity
+
     def stop_reason(self, number: int) -> str | None:
         """Return why the noise does not cover round `number`: it is made for fewer rounds."""
         most = self.schema.num_rounds
@@ -155,6 +160,11 @@ class SeparatedSum(NoisedSum):
         return sampling
 
     @property
+    def noise_cancels(self) -> bool:
+        """Whether later rounds cancel noise of a round, so that the noise of one round alone says little."""
+        return isinstance(self.noise, CorrelatedSharing)
+
+    @property
     def accepts_new_clients(self) -> bool:
         """Whether more clients than `release.num_units` may take part: here they may, as each is charged for the whole run."""
         return self.noise.placement == "central"
@@ -178,7 +188,7 @@ class SeparatedSum(NoisedSum):
             number=number,
             min_separation=sampling.min_separation,
             max_participations=sampling.max_participations,
-            run_sensitivity=self.noise.run_sensitivity if isinstance(self.noise, CorrelatedSharing) else 0.0,
+            whole_run=self.noise_cancels,
         )
         kept = replace(after.noise or before, past=past)
         return msgspec.structs.replace(asked, separation=told), begun, replace(after, noise=kept)

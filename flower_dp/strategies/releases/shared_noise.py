@@ -32,6 +32,8 @@ class Noise(Protocol):
         compresses_noised_updates: whether clients compress their noised updates, so that the messages do not add up to the
             noised sum.
         cohort_is_secret: whether the epsilon holds only if nobody knows who takes part in a round.
+        promised_multiplier: noise multiplier of the whole release, which clients are promised; if one event covers all rounds,
+            that of the event.
     """
 
     @property
@@ -45,6 +47,9 @@ class Noise(Protocol):
 
     def with_clip_norm(self, clip_norm: float) -> Noise:
         """Return the same noise around another clip norm; its multiplier and its cost stay."""
+
+    @property
+    def promised_multiplier(self) -> float: ...  # noqa: D102
 
     def share_std(self, cohort_size: int) -> float:
         """Return the std of the noise that each of a cohort's clients adds to its own update."""
@@ -213,6 +218,11 @@ class NoiseSharing:
         return ()
 
     # The protection
+
+    @property
+    def promised_multiplier(self) -> float:
+        """The noise multiplier of the whole release, which clients are promised."""
+        return self.release.mechanism.noise_multiplier
 
     def events(self, number: int, cohort_size: int) -> dict[str, dp_events.DpEvent]:
         """Return the event of a round against any single client, and against outsiders."""
