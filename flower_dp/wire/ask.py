@@ -37,8 +37,8 @@ class Promise(Part, frozen=True, kw_only=True):
 
     Attributes:
         clip_norm: bound on the norm of every client's, or every record's, contribution; above 0.
-        noise_multiplier: noise scale of the release / clip norm; 0 for a release without noise. If one event covers all rounds, it is
-            that of the whole run.
+        noise_multiplier: noise scale of the release / clip norm; 0 for a release without noise. If one event covers all rounds,
+            it is that of the whole run.
 
     Raises:
         ValueError: naming the value that is out of range.
