@@ -93,7 +93,7 @@ def refusals(instruction: Instruction, names: Sequence[str], context: Context | 
         if context is not None:
             refuse_ledger(context)
         return {}
-    if not re.fullmatch("[0-9a-f]+", separation.run):
+    if not re.fullmatch("[0-9a-f]+", separation.run) or len(separation.run) > checks.MOST_ID:
         run = checks.one_line(separation.run, most=40)
         raise Declined(f"run={run!r}: must be the id of a run, by which participations count")
     account: AccountStore = account_of(None, names, context)

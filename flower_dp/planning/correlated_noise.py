@@ -6,7 +6,6 @@ The error is the root mean squared error of the prefix sums at equal epsilon: se
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Protocol
@@ -23,7 +22,8 @@ from flower_dp.core.strategy_matrix import (
     TreeMatrix,
 )
 
-_MOST_BUFFERS, _DEFAULT_BANDS = 5, 64
+_MOST_BUFFERS = 5
+_TRIED_BANDS = (1, 2, 4, 8, 16, 32, 64)
 
 
 class CorrelatedNoise(Protocol):
@@ -42,7 +42,8 @@ class BLT:
     """A buffered linear Toeplitz matrix with few buffers, by numerical optimization (McMahan, Xu & Zhang 2024).
 
     Attributes:
-        num_buffers: number of buffers, each as large as the model; 1 to 5. More than 2 lower the error by less than 1 %.
+        num_buffers: number of buffers, each as large as the model; 1 to 5. More than 2 lower the error by up to 1 % in runs of
+            1,000 rounds, and by 1 to 3 % in longer ones.
 
     Example:
         >>> from flower_dp.core.strategy_matrix import ParticipationSchema
@@ -68,7 +69,7 @@ class BISR:
     """The banded inverse square root, in closed form (Kalinin, McKenna, Upadhyay & Lampert 2025).
 
     Attributes:
-        bands: number of bands of C^-1; the server keeps one draw fewer. None: `min_separation`, at most 64.
+        bands: number of bands of C^-1; the server keeps one draw fewer. None: the power of 2 up to 64 with the least error.
     """
 
     bands: int | None = None
@@ -79,8 +80,9 @@ class BISR:
 
     def matrix(self, schema: ParticipationSchema) -> BandedInverseMatrix:
         """Return the first bands of the square root of the inverse of prefix sums: the coefficients of (1 - x)^(1/2)."""
-        bands = min(schema.min_separation, _DEFAULT_BANDS) if self.bands is None else self.bands
-        return BandedInverseMatrix(bands=_powers(-0.5, min(bands, schema.num_rounds)))
+        tried = _TRIED_BANDS if self.bands is None else (self.bands,)
+        made = [BandedInverseMatrix(bands=_powers(-0.5, min(bands, schema.num_rounds))) for bands in tried]
+        return min(made, key=lambda matrix: error(matrix, schema)) if len(made) > 1 else made[0]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,7 +113,7 @@ class Banded:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tree:
-    """A binary tree of partial sums: the first DP-FTRL (Kairouz et al. 2021), for comparisons; its error is the largest."""
+    """A binary tree of partial sums: the first DP-FTRL (Kairouz et al. 2021), for comparisons."""
 
     def matrix(self, schema: ParticipationSchema) -> TreeMatrix:
         """Return the tree, which is the same for all rounds and participations."""
@@ -190,40 +192,40 @@ def _banded(bands: int, num_rounds: int) -> BandedMatrix:
 
 @lru_cache(maxsize=64)
 def _blt(num_buffers: int, schema: ParticipationSchema) -> BLTMatrix:
-    """Minimize the error over decays and scales, from the optimum with one buffer fewer."""
-    from scipy.optimize import minimize  # noqa: PLC0415  (slow to import)
+    """Minimize the error over decays and scales, from starts with one more buffer than the optimum before.
 
-    if num_buffers == 1:
-        start = np.array([math.log(max(1.0, schema.num_rounds / 8)), -1.5])
-    else:
-        before = _blt(num_buffers - 1, schema)
-        decays, scales = np.asarray(before.decays), np.asarray(before.scales)
-        # A new buffer with a shorter memory than all others.
-        shorter = min(decays) * 0.6
-        decays, scales = np.append(decays, shorter), np.append(scales, max(0.2 * (1 - scales.sum()), 1e-3))
-        start = np.concatenate([np.log(decays / (1 - decays)), np.log(scales)])
+    The variables are the logits of the decays, logarithms of the shares of the scales, and the logit of their sum, which stays
+    below 1: then the column does not increase.
+    """
+    from scipy.optimize import minimize  # noqa: PLC0415  (slow to import)
+    from scipy.special import expit, logit, softmax  # noqa: PLC0415
 
     def matrix(point: np.ndarray) -> BLTMatrix:
-        decays, scales = 1 / (1 + np.exp(-point[:num_buffers])), np.exp(point[num_buffers:])
+        decays = expit(point[:num_buffers])
+        scales = softmax(point[num_buffers:-1]) * expit(point[-1]) * (1 - 1e-12)
         order = np.argsort(-decays)
-        scales /= max(1.0, scales.sum())  # the column must not increase
         return BLTMatrix(decays=tuple(decays[order].tolist()), scales=tuple(scales[order].tolist()))
 
-    loss = _finite(lambda point: math.log(error(matrix(point), schema)))
-    found = minimize(loss, start, method="BFGS", options={"gtol": 1e-8, "maxiter": 500})
-    best = min((start, found.x), key=loss)
-    return matrix(best)
-
-
-def _finite(loss: Callable[[np.ndarray], float]) -> Callable[[np.ndarray], float]:
-    """Return a loss that is large, not an error, where it has no value."""
-
-    def checked(point: np.ndarray) -> float:
-        try:
-            with np.errstate(all="ignore"):
-                value = loss(point)
-        except (ValueError, OverflowError):
-            return 1e3
+    def loss(point: np.ndarray) -> float:
+        with np.errstate(all="ignore"):
+            value = math.log(error(matrix(point), schema))
         return value if math.isfinite(value) else 1e3
 
-    return checked
+    def start(decays: np.ndarray, scales: np.ndarray, total: float) -> np.ndarray:
+        return np.concatenate([logit(decays), np.log(np.maximum(scales, 1e-9)), [logit(total)]])
+
+    # Memories of all lengths, with weights that fall slowly or fast with the length.
+    decays = 1 - np.geomspace(0.6, min(0.5, 2 / schema.num_rounds), num_buffers)
+    starts, before = [start(decays, (1 - decays) ** power, 0.7) for power in (0.5, 1.0)], None
+    if num_buffers > 1:  # and the optimum with one buffer fewer, with a shorter or a longer memory than all of its own
+        before = _blt(num_buffers - 1, schema)
+        for decay, scale in ((0.6 * before.decays[-1], 0.1), (1 - (1 - before.decays[0]) / 8, 0.01)):
+            starts.append(
+                start(np.array([*before.decays, decay]), np.array([*before.scales, scale]), min(sum(before.scales), 0.9))
+            )
+    found = [minimize(loss, point, method="BFGS", options={"gtol": 1e-6, "maxiter": 60}).x for point in starts]
+    best = minimize(loss, min(found, key=loss), method="BFGS", options={"gtol": 1e-8, "maxiter": 500}).x
+    made = [matrix(best)]
+    if before is not None:  # never worse than with one buffer fewer
+        made.append(BLTMatrix(decays=(*before.decays, 0.5 * before.decays[-1]), scales=(*before.scales, 0.0)))
+    return min(made, key=lambda one: error(one, schema))

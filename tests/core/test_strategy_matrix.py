@@ -358,3 +358,9 @@ def test_a_matrix_is_a_value(matrix: Any) -> None:
     assert matrix == type(matrix)(**{name: getattr(matrix, name) for name in matrix.__dataclass_fields__})
     with pytest.raises(AttributeError):
         matrix.bands = (2.0,)
+
+
+def test_digests_differ_beyond_1024_rounds() -> None:
+    one = BandedMatrix(bands=(1.0, *[0.0] * 1200, 0.1))
+    assert one.digest != BandedMatrix(bands=(1.0,)).digest
+    assert one.digest == BandedMatrix(bands=(1.0, *[0.0] * 1200, 0.1)).digest

@@ -256,3 +256,21 @@ def test_sensitivities_and_errors_are_those_of_jax_privacy(schema: Participation
         assert matrix.sensitivity(schema) == pytest.approx(math.sqrt(float(squared)), rel=1e-3)
         errors = np.asarray(oracle.per_query_error(strategy_coef=column, n=rounds), np.float64)
         assert matrix.prefix_error(rounds) == pytest.approx(math.sqrt(errors.mean()), rel=1e-3)
+
+
+@pytest.mark.parametrize(("rounds", "separation", "most", "buffers"), [(1149, 2, 208, 2), (1546, 2, 287, 2), (581, 8, 69, 3)])
+def test_rounding_does_not_make_a_column_rise(rounds: int, separation: int, most: int, buffers: int) -> None:
+    schema = schema_of(rounds, separation, most)
+    matrix = BLT(num_buffers=buffers).matrix(schema)
+    assert error(matrix, schema) < error(INDEPENDENT, schema)
+
+
+@pytest.mark.parametrize(("schema", "least"), [(schema_of(10_000, 10_000), 3.9254), (schema_of(1149, 2, 208), 234.68)])
+def test_two_buffers_reach_the_error_that_another_start_finds(schema: ParticipationSchema, least: float) -> None:
+    assert root_mean_square(schema, BLT()) <= least * 1.001
+
+
+def test_the_default_bands_of_bisr_are_those_with_the_least_error() -> None:
+    schema = schema_of(300, 1, 3)
+    tried = {bands: root_mean_square(schema, BISR(bands=bands)) for bands in (1, 2, 4, 8, 16, 32, 64)}
+    assert root_mean_square(schema, BISR()) == min(tried.values()) < 0.4 * tried[1]

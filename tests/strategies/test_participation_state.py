@@ -281,3 +281,8 @@ def test_a_state_of_independent_noise_has_no_seed() -> None:
 def test_many_clients_are_stored_with_all_their_participations() -> None:
     past = {f"client-{number}": Participation(last=number + 1, count=number % 7 + 1) for number in range(10_000)}
     assert stored(ParticipationState(past=past)).past == past
+
+
+def test_no_noise_is_in_the_text_of_the_state() -> None:
+    row, state = seeded().row(BLT, 1, 3, None)
+    assert not any(f"{value:.5f}"[:7] in repr(state) for value in row)

@@ -184,10 +184,11 @@ class SeparatedSum(NoisedSum):
         number, before = state.charges.number(self.name) + 1, self.state_in(state).noise or ParticipationState()
         asked, begun, after = NoisedSum.ask(self, state, size, names, rng)
         past, sampling = before.asked(tuple(names), number), self.separation
+        most = self.noise.schema.max_participations if isinstance(self.noise, CorrelatedSharing) else sampling.max_participations
         told = Separation(
             number=number,
             min_separation=sampling.min_separation,
-            max_participations=sampling.max_participations,
+            max_participations=most,
             whole_run=self.noise_cancels,
         )
         kept = replace(after.noise or before, past=past)

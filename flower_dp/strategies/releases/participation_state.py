@@ -37,8 +37,8 @@ class ParticipationState:
     past: Mapping[str, Participation] = field(default_factory=dict)
     seed: str = field(default="", repr=False)
     drawn: int = 0
-    checksum: int = 0
-    buffers: Buffers | None = None
+    checksum: int = field(default=0, repr=False)
+    buffers: Buffers | None = field(default=None, repr=False)
 
     def asked(self, names: tuple[str, ...], number: int) -> dict[str, Participation]:
         """Return the participations after these clients were asked in round `number`."""
