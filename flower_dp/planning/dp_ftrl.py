@@ -216,7 +216,7 @@ def _schedule(problem: Problem, sampling: str, **options: Any) -> planned_run.Re
 def _size(matrix: Any, num_rounds: int) -> tuple[int, str]:
     """Return the number of vectors of noise that the server keeps, each as large as the model, and the parameters as text."""
     if isinstance(matrix, BLTMatrix):
-        return len(matrix.decays), ", ".join(f"{name} {np.round(values, 6).tolist()}" for name, values in asdict(matrix).items())
+        return len(matrix.decays), ", ".join(f"{name} {np.round(values, 3).tolist()}" for name, values in asdict(matrix).items())
     if isinstance(matrix, TreeMatrix):
         return num_rounds.bit_length(), "of partial sums"
     return len(matrix.bands) - 1, f"{len(matrix.bands)} bands"

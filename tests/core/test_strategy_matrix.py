@@ -269,7 +269,7 @@ def test_no_correlation_is_independent_noise() -> None:
 
 @given(one=toeplitz_matrices, other=toeplitz_matrices)
 def test_equal_matrices_alone_have_equal_digests(one: Any, other: Any) -> None:
-    assert (one.digest == other.digest) == (one.column(1024).tobytes() == other.column(1024).tobytes())
+    assert (one.digest == other.digest) == ((type(one), vars(one)) == (type(other), vars(other)))
     assert one.digest != TreeMatrix().digest
 
 
