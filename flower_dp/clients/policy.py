@@ -40,6 +40,8 @@ class ClientPolicy:
         min_separation: minimum difference of the numbers of two rounds in which this client replies. It then refuses training
             without a minimum separation, or with a smaller one.
         max_participations: maximum number of this client's replies in a run; it then refuses training that may ask it more often.
+        whole_run: whether one event must cover all rounds of a run, as for noise that is correlated over rounds. The noise
+            multiplier is then that of the run; it refuses training in which it is that of each round.
         allow_metrics: whether training metrics may be sent if the server requests them; they are not private.
         allow_evaluation: whether to take part in private evaluations.
         min_evaluation_noise_multiplier: minimum noise multiplier that the server must promise for a private evaluation; None:
@@ -67,6 +69,7 @@ class ClientPolicy:
     max_shares: int | None = None
     min_separation: int | None = None
     max_participations: int | None = None
+    whole_run: bool = False
     allow_metrics: bool = False
     allow_evaluation: bool = True
     min_evaluation_noise_multiplier: float | None = None
@@ -81,6 +84,7 @@ class ClientPolicy:
         if self.max_clip_norm is not None and self.min_clip_norm is not None:
             checks.number("min_clip_norm", self.min_clip_norm, at_most=self.max_clip_norm)
         checks.flag("allow_metrics", self.allow_metrics)
+        checks.flag("whole_run", self.whole_run)
         checks.flag("allow_evaluation", self.allow_evaluation)
         if self.min_noise_std and self.max_clip_norm is None:
             problem = "protects nothing while the server chooses the clip norm; set max_clip_norm too"
@@ -117,6 +121,8 @@ class ClientPolicy:
 
     def _check_separation(self, ask: ReleaseRequest) -> None:
         kept = ask.separation
+        if self.whole_run and not (kept and kept.whole_run):
+            raise Declined("whole_run=False: this client's policy requires noise of which one event covers all rounds")
         separation = 0 if kept is None else kept.min_separation
         _at_least(f"min_separation={separation}", separation, self.min_separation)
         most = math.inf if kept is None or kept.max_participations is None else kept.max_participations

@@ -144,6 +144,14 @@ def error(matrix: StrategyMatrix, schema: ParticipationSchema) -> float:
     return matrix.sensitivity(schema) * matrix.prefix_error(schema.num_rounds)
 
 
+def _short(number: float) -> float:
+    """Return a number >= 0 rounded down to four digits."""
+    if number <= 0:
+        return 0.0
+    step = 10.0 ** (math.floor(math.log10(number)) - 3)
+    return math.floor(number / step) * step
+
+
 def _powers(exponent: float, count: int) -> tuple[float, ...]:
     """Return the first coefficients of (1 - x)^-exponent."""
     steps = np.arange(1, count)
@@ -187,7 +195,7 @@ def _banded(bands: int, num_rounds: int) -> BandedMatrix:
     if not found.success or not found.fun < loss(start[1:])[0] or np.any(np.diff(column) > 0):
         found = minimize(of_logits, logit(start[1:] / start[:-1]), jac=True, method="L-BFGS-B", options=options)
         column = np.concatenate([[1.0], np.cumprod(expit(found.x))])
-    return BandedMatrix(bands=tuple(column.tolist()))
+    return BandedMatrix(bands=tuple(np.round(column, 6).tolist()))
 
 
 @lru_cache(maxsize=64)
@@ -206,13 +214,18 @@ def _blt(num_buffers: int, schema: ParticipationSchema) -> BLTMatrix:
         order = np.argsort(-decays)
         return BLTMatrix(decays=tuple(decays[order].tolist()), scales=tuple(scales[order].tolist()))
 
+    def rounded(found: BLTMatrix) -> BLTMatrix:
+        decays, scales = (1 - _short(1 - decay) for decay in found.decays), map(_short, found.scales)
+        return BLTMatrix(decays=tuple(decays), scales=tuple(scales))
+
     def loss(point: np.ndarray) -> float:
         with np.errstate(all="ignore"):
             value = math.log(error(matrix(point), schema))
         return value if math.isfinite(value) else 1e3
 
     def start(decays: np.ndarray, scales: np.ndarray, total: float) -> np.ndarray:
-        return np.concatenate([logit(decays), np.log(np.maximum(scales, 1e-9)), [logit(total)]])
+        decays = np.clip(decays, 1e-6, 1 - 1e-9)
+        return np.concatenate([logit(decays), np.log(np.maximum(scales, 1e-9)), [logit(max(total, 1e-6))]])
 
     # Memories of all lengths, with weights that fall slowly or fast with the length.
     decays = 1 - np.geomspace(0.6, min(0.5, 2 / schema.num_rounds), num_buffers)
@@ -225,7 +238,7 @@ def _blt(num_buffers: int, schema: ParticipationSchema) -> BLTMatrix:
             )
     found = [minimize(loss, point, method="BFGS", options={"gtol": 1e-6, "maxiter": 60}).x for point in starts]
     best = minimize(loss, min(found, key=loss), method="BFGS", options={"gtol": 1e-8, "maxiter": 500}).x
-    made = [matrix(best)]
+    made = [rounded(matrix(best))]  # the error is flat there: other processors find the same digits, with few exceptions
     if before is not None:  # never worse than with one buffer fewer
         made.append(BLTMatrix(decays=(*before.decays, 0.5 * before.decays[-1]), scales=(*before.scales, 0.0)))
     return min(made, key=lambda one: error(one, schema))

@@ -27,6 +27,7 @@ from flower_dp.strategies.log import ChargeLog, MemoryLog, StoreLog
 from flower_dp.strategies.population.client_manager import ClientManager, KnownClients
 from flower_dp.strategies.population.client_query import is_simulation
 from flower_dp.strategies.population.eligibility import query_clients
+from flower_dp.strategies.releases.correlated_noise import SeparatedSum
 from flower_dp.strategies.releases.left_out import RoundDiscarded
 from flower_dp.strategies.releases.local_releases import LocalReleases
 from flower_dp.strategies.releases.release import Release, RoundRequest
@@ -147,6 +148,11 @@ class Session:
         self.open_ledger()
         self._simulated = is_simulation(grid)
         self._manager, known = query_clients(grid, self.rules, on_shared_ledger=self.ledger is not None, **limits)
+        if isinstance(self.training, SeparatedSum) and self.training.past(self.current) and (names := known.named_by_node):
+            raise ValueError(
+                f"client {names[0]!r} is named by its node's id, which is new in a resumed run: its participations would count "
+                "for another name; give every client its own name, such as privacy_mod(name=...)"
+            )
         self.register_clients(known.names)
         for release in self.rules.releases:  # refuses clients whom a release can't draw from, before any charge
             _, state = release.cohort(self.current, known.names, self.generator("check", release.name))

@@ -223,7 +223,7 @@ class ReleaseRequest(Part, frozen=True, kw_only=True):
 
     def _rules(self) -> Iterator[tuple[str, bool]]:
         """Yield the error of every rule on several fields, and whether the rule holds."""
-        distributed, local = self.placement == "distributed", self.placement == "local"
+        central, distributed, local = (self.placement == each for each in PLACEMENTS)
         promise, evaluates, counts = self.promise, self.metrics is not None, self.indicator is not None
         compression = f"keep_ratio={self.keep_ratio:g}, quantization_levels={self.quantization_levels}"
         whole = self.keep_ratio == 1 and not self.quantization_levels
@@ -245,6 +245,8 @@ class ReleaseRequest(Part, frozen=True, kw_only=True):
         yield f"metrics: do not go with vectors={list(self.vectors)}", not (evaluates and self.vectors)
         separate = self.separation is None or not (evaluates or local)
         yield "separation: must be set for the training of client-level methods alone", separate
+        whole_run = self.separation is not None and self.separation.whole_run
+        yield "whole_run: must be set for placement='central' alone, whose server adds all noise", not whole_run or central
         yield "metrics: do not go with a mask or an indicator", not (evaluates and (self.mask is not None or counts))
 
         bound = f"clip_norm={promise.clip_norm:g}: must be at least {joint:g}, the norm of update and indicator together"

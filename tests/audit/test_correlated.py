@@ -8,6 +8,7 @@ import pytest
 from flower_dp.audit import CASES, audit
 from flower_dp.audit.case import TrialRunner
 from flower_dp.audit.methods import correlated
+from flower_dp.core.noise import noise_generator
 from flower_dp.core.participation import MinimumSeparationSampling
 from flower_dp.core.strategy_matrix import BandedMatrix
 from flower_dp.strategies.releases.correlated_noise import CorrelatedSharing, SeparatedSum
@@ -24,8 +25,9 @@ def reset(patch):
     row = ParticipationState.row
 
     def again(self, matrix, number, length, rng):
-        made, after = row(replace(self, drawn=0, checksum=0, buffers=None), matrix, 1, length, rng)
-        return made, replace(after, drawn=number)
+        first = replace(self, seeds=(), checksum=0, buffers=None)
+        made, after = row(first, matrix, 1, length, noise_generator(int(self.seeds[0], 16) if self.seeds else None))
+        return made, replace(after, seeds=self.seeds or after.seeds)
 
     patch.setattr(ParticipationState, "row", again)
 

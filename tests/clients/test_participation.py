@@ -564,3 +564,20 @@ def test_clients_with_noise_of_their_own_and_evaluations_have_no_separation() ->
     with pytest.raises(ValueError, match="separation: must be set for the training of client-level methods alone"):
         replace(asked, promise=Promise(clip_norm=1.0, noise_multiplier=1.0), metrics=MetricBounds(bounds={"loss": 1.0}))
     assert asked.with_run_id("abc").separation == replace(asked.separation, run="abc")
+
+
+def test_a_policy_for_a_whole_run_refuses_its_noise_in_each_round() -> None:
+    policy = ClientPolicy(min_noise_multiplier=MULTIPLIER, whole_run=True)
+    policy.check(separated(1).ask)
+    for asked in (separated(1, whole_run=False), unseparated(noise_multiplier=MULTIPLIER)):
+        with pytest.raises(Declined, match="whole_run=False: this client's policy requires noise of which one event covers all"):
+            policy.check(asked.ask)
+    ClientPolicy(min_noise_multiplier=MULTIPLIER).check(separated(1, whole_run=False).ask)
+    with pytest.raises(ValueError, match="whole_run"):
+        ClientPolicy(whole_run=1)  # type: ignore[arg-type]
+
+
+def test_only_central_noise_is_that_of_a_whole_run() -> None:
+    with pytest.raises(ValueError, match="whole_run: must be set for placement='central' alone"):
+        separated(1, placement="distributed", noise_std=1.0)
+    separated(1, placement="distributed", noise_std=1.0, whole_run=False)

@@ -249,7 +249,7 @@ def run(setup: Setup, folder: Path, life: int, at: int | None, *, interrupts: bo
 
     def drawn(self: ParticipationState, matrix: Any, number: int, length: int, rng: Any) -> Any:
         made, after = row(self, matrix, number, length, rng)
-        witness.say("drawn", round=number, seed=hashlib.sha256(after.seed.encode()).hexdigest())
+        witness.say("drawn", round=number, seeds=[hashlib.sha256(seed.encode()).hexdigest() for seed in after.seeds])
         return made, after
 
     setattr(ParticipationState, "row", drawn)  # noqa: B010
@@ -337,7 +337,8 @@ def check_now(setup: Setup, folder: Path, holes: Holes) -> None:
 def check_separation(setup: Setup, heard: Heard, holes: Holes) -> None:
     """Nobody is asked too early, and the noise of all rounds whose messages left is of one seed, each round once."""
     last: dict[str, int] = {}
-    seeds, sent = set(), {(line["life"], line["round"]) for line in heard.all("sent")}
+    seeds: list[str] = []
+    sent = {(line["life"], line["round"]) for line in heard.all("sent")}
     for line in heard.all("sent"):
         for owner in line["owners"]:
             gap = line["round"] - last.get(owner, -setup.separation)
@@ -345,8 +346,9 @@ def check_separation(setup: Setup, heard: Heard, holes: Holes) -> None:
             last[owner] = line["round"]
     for line in heard.all("drawn"):
         if (line["life"], line["round"]) in sent:
-            seeds.add(line["seed"])
-    holes.unless(len(seeds) <= 1, f"the noise of one run has {len(seeds)} seeds")
+            holes.unless(line["seeds"][: len(seeds)] == seeds, f"round {line['round']}: goes on from other noise")
+            holes.unless(len(line["seeds"]) == line["round"] > len(seeds), f"round {line['round']}: its noise was drawn before")
+            seeds = line["seeds"]
 
 
 def check_devices(folder: Path, heard: Heard, told: Counter[Any], charged: Mapping[Any, set[str]], holes: Holes) -> None:

@@ -7,6 +7,7 @@ import math
 import pickle
 import shutil
 from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from scipy import stats
 
 from flower_dp import wire
 from flower_dp.clients import client_app
+from flower_dp.core.noise import noise_generator
 from flower_dp.core.participation import MinimumSeparationSampling
 from flower_dp.core.sampling import FullSampling, PoissonSampling
 from flower_dp.core.serialization import dump_bytes, load_bytes
@@ -28,6 +30,7 @@ from flower_dp.privacy.store import Store
 from flower_dp.strategies import DPFTRL, AdaptiveClip, DPFedAvg, DPFedSAM, FedSMP, PrivateEvaluation, session, writer
 from flower_dp.strategies.checkpoint import NOISE, CheckpointFolder
 from flower_dp.strategies.releases.correlated_noise import CorrelatedSharing
+from flower_dp.strategies.releases.participation_state import _Draws
 from flower_dp.strategies.writer import LEDGER
 from tests.contract_runs import STILL, still_data, still_model
 from tests.contracts import dp_client
@@ -178,7 +181,7 @@ def test_an_adaptive_clip_norm_scales_the_noise_of_its_round():
     grid = Grid()
     grid.before = lambda _: norms.append(strategy._session.pending["dp-ftrl"].now.ask.promise.clip_norm)
     start(strategy, grid, models=models)
-    assert len(set(norms)) == ROUNDS
+    assert len(set(norms)) > 2  # it stays at its limits
     assert is_correlated_as(released(models) / np.array(norms)[:, None], strategy.rules.noise.matrix, Z)
 
 
@@ -379,19 +382,19 @@ def test_the_state_is_on_the_disk_before_messages_leave_and_tells_nobody_else(tm
     def look(server_round):
         found = secret_of(folder)
         state = found.secret["dp-ftrl"]
-        assert (found.charged, state.drawn) == ({"dp-ftrl": server_round}, server_round)
+        assert (found.charged, len(state.seeds)) == ({"dp-ftrl": server_round}, server_round)
         assert {name for name, past in state.past.items() if past.last == server_round} == {
             name for number, name in grid.asked if number == server_round
         }
         assert (folder / NOISE).stat().st_mode & 0o77 == 0
-        seen.append(state.seed)
+        seen.append(state.seeds)
 
     grid.before = look
     with caplog.at_level(logging.DEBUG):
         result = start(strategy, grid, folder)
-    (seed,) = set(seen)
-    assert len(bytes.fromhex(seed)) == 32
-    assert len(seen) == ROUNDS
+    assert [len(seeds) for seeds in seen] == list(range(1, ROUNDS + 1))
+    assert all(seeds == seen[-1][: len(seeds)] for seeds in seen)
+    assert {len(bytes.fromhex(seed)) for seed in set(seen[-1])} == {32}
     for text in (
         caplog.text,
         str(strategy.statement),
@@ -400,10 +403,10 @@ def test_the_state_is_on_the_disk_before_messages_leave_and_tells_nobody_else(tm
         repr(result),
         repr(strategy.rounds),
     ):
-        assert seed not in text
+        assert not any(seed in text for seed in seen[-1])
     assert (folder / NOISE).stat().st_size < 10_000  # no buffers
     others = [path for path in folder.iterdir() if path.stat().st_mode & 0o77]
-    assert not [path for path in others if seed.encode() in path.read_bytes()]
+    assert not [path for path in others if seen[-1][0].encode() in path.read_bytes()]
 
 
 def test_a_state_that_cannot_be_written_sends_no_message(tmp_path, monkeypatch):
@@ -466,10 +469,11 @@ def test_a_resumed_run_continues_the_same_noise_and_keeps_the_separation(at, in_
         assert ledger.num_charges == again.charges.number("dp-ftrl") == ROUNDS
     # What each round has released is its own row of one C^-1 Z.
     state, rows = again.state.secret["dp-ftrl"], {}
-    fresh = type(state)(seed=state.seed)
-    for number in range(1, ROUNDS + 1):
-        rows[number], fresh = fresh.row(again.rules.noise.matrix, number, models[0].size, None)
-    assert (fresh.drawn, fresh.checksum) == (state.drawn, state.checksum)
+    buffers = ()
+    for number, seed in enumerate(state.seeds, start=1):
+        draw = _Draws(noise_generator(int(seed, 16), "correlated", number), models[0].size)
+        rows[number], buffers = again.rules.noise.matrix.row(number, buffers, draw)
+    assert len(rows) == ROUNDS
     compared = 0
     for one in (models, later):
         for number in one:
@@ -493,7 +497,7 @@ def test_a_machine_that_draws_other_numbers_cannot_resume(tmp_path):
         start(strategy_of(), grid, folder)
     found = secret_of(folder)
     state = found.secret["dp-ftrl"]
-    changed = type(state)(past=state.past, seed=state.seed, drawn=state.drawn, checksum=state.checksum + 1)
+    changed = replace(state, checksum=state.checksum + 1)
     content = dump_bytes(type(found)(run=found.run, charged=found.charged, secret={"dp-ftrl": changed}))
     (folder / NOISE).write_bytes(content)
     other = Grid()
@@ -530,14 +534,14 @@ def test_a_copy_releases_no_noise_a_second_time(how):
     assert between.configure_train(2, model, {}, grid) == []
     assert any("it must be round 3" in line for line in between.statement.incidents)
     first, second = (one.state.secret["dp-ftrl"] for one in (strategy, between))
-    assert (first.drawn, second.drawn) == (2, 1)
+    assert (len(first.seeds), len(second.seeds)) == (2, 1)
 
 
 def test_every_run_of_a_strategy_has_its_own_noise():
     strategy, grid, seeds = strategy_of(), Grid(), set()
     for _ in range(2):
         start(strategy, grid)
-        seeds.add(strategy.state.secret["dp-ftrl"].seed)
+        seeds.add(strategy.state.secret["dp-ftrl"].seeds)
     assert len(seeds) == 2
     assert max(past.count for past in strategy.state.secret["dp-ftrl"].past.values()) <= 3
 
@@ -635,3 +639,50 @@ def test_what_is_released_lies_on_the_lattice():
     assert np.array_equal(total * 2**12, np.rint(total * 2**12))
     assert np.abs(total - begun).max() <= 2.0**-13
     assert begun.std() > 0.9
+
+
+def test_two_continuations_of_one_folder_share_no_new_noise(tmp_path):
+    """A copy of the run's folder that goes on beside it: the two models of a round differ by noise, not by updates alone."""
+    folder, grid, models = tmp_path / "run", Grid(), []
+
+    def stop(server_round):
+        if server_round == 4:
+            raise Killed
+
+    grid.before = stop
+    with pytest.raises(Killed):
+        start(strategy_of(), grid, folder)
+    shutil.copytree(folder, tmp_path / "copy")
+    for place in (folder, tmp_path / "copy"):
+        models.append({})
+        start(strategy_of(), Grid(), place, resume=True, models=models[-1])
+    differences = [models[0][number] - models[1][number] for number in range(5, ROUNDS + 1)]
+    assert min(np.std(difference) for difference in differences) > 0.5 * Z * CLIP / COHORT
+
+
+@pytest.mark.parametrize("noise", [BLT(), None], ids=["correlated", "independent"])
+def test_a_resumed_run_refuses_clients_whose_names_are_new(noise, tmp_path):
+    """Stock clients of a simulation are named by their nodes' ids, which are new in every run of Flower."""
+
+    def simulated():
+        grid = LocalGrid(stock_app(shifted(lambda node: 0.0)), CLIENTS)
+        grid.simulated = True
+        return grid
+
+    folder, first, model = tmp_path / "run", simulated(), arrays(w=np.zeros(5, np.float32))
+    made = (lambda: strategy_of(noise)) if noise else (lambda: DPFedAvg(**WORDS))
+    send = first.send_and_receive
+
+    def dies(messages, *, timeout=None):
+        messages = list(messages)
+        if any(int(message.metadata.group_id) == 3 for message in messages if asks_to_train(message)):
+            raise Killed
+        return send(messages, timeout=timeout)
+
+    first.send_and_receive = dies
+    with pytest.raises(Killed):
+        made().start(first, model, ROUNDS, checkpoint_dir=folder)
+    second = simulated()
+    with pytest.raises(ValueError, match=r"'node-1' is named by its node's id, which is new in a resumed run"):
+        made().start(second, model, ROUNDS, checkpoint_dir=folder, resume=True)
+    assert not any(map(asks_to_train, second.sent))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Self
 
@@ -12,7 +12,7 @@ import numpy as np
 
 from flower_dp.core import checks, dp_events, noise
 from flower_dp.core.noise import Generator
-from flower_dp.core.participation import MinimumSeparationSampling
+from flower_dp.core.participation import MinimumSeparationSampling, Participation
 from flower_dp.core.sampling import Sampler
 from flower_dp.core.strategy_matrix import ParticipationSchema, StrategyMatrix
 from flower_dp.planning.correlated_noise import CorrelatedNoise
@@ -169,11 +169,15 @@ class SeparatedSum(NoisedSum):
         """Whether more clients than `release.num_units` may take part: here they may, as each is charged for the whole run."""
         return self.noise.placement == "central"
 
+    def past(self, state: RunState) -> Mapping[str, Participation]:
+        """Return the participations so far by client name."""
+        noise = self.state_in(state).noise
+        return {} if noise is None else noise.past
+
     def cohort(self, state: RunState, names: tuple[str, ...], rng: Generator) -> tuple[np.ndarray, SumState]:
         """Return the indices of the next round's clients, among those that may take part again."""
         sum_state, number = self.state_in(state), state.charges.number(self.name) + 1
-        past = sum_state.noise.past if sum_state.noise is not None else {}
-        chosen, wanted = self.separation.choose(names, past, number, rng), self.separation.cohort_size
+        chosen, wanted = self.separation.choose(names, self.past(state), number, rng), self.separation.cohort_size
         if len(chosen) < wanted:
             text = "Only %s of cohort_size=%s clients are connected and may take part again in round %s"
             log.warning(text, len(chosen), wanted, number)

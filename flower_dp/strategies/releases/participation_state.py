@@ -1,4 +1,4 @@
-"""The secret state of a run whose clients keep a minimum separation: who took part, and the seed of its correlated noise."""
+"""The secret state of a run whose clients keep a minimum separation: who took part, and the seeds of its correlated noise."""
 
 from __future__ import annotations
 
@@ -23,20 +23,19 @@ _CHECKSUM = 2**62
 class ParticipationState:
     """Participations and noise so far. Who knows this state can subtract the noise from every model.
 
-    It is on the disk before the messages of a round leave. The buffers are not: the seed and the number of draws determine them.
-    A resumed run draws the same noise again, up to where it was, and a checksum tells if it does.
+    It is on the disk before the messages of a round leave. The buffers are not: the seeds determine them. A resumed run draws the
+    noise of earlier rounds again, and a checksum tells if it does. Each round has a new seed, so that no two copies of a state
+    ever draw the same noise for a new round.
 
     Attributes:
         past: participations by client name.
-        seed: secret seed of the noise of all rounds, 256 bits; empty for independent noise.
-        drawn: number of rounds whose noise was drawn.
+        seeds: secret seed of each round's noise, 256 bits; empty for independent noise.
         checksum: checksum of all draws.
         buffers: rows from which the next noise is made; None if they have to be drawn again.
     """
 
     past: Mapping[str, Participation] = field(default_factory=dict)
-    seed: str = field(default="", repr=False)
-    drawn: int = 0
+    seeds: tuple[str, ...] = field(default=(), repr=False)
     checksum: int = field(default=0, repr=False)
     buffers: Buffers | None = field(default=None, repr=False)
 
@@ -52,28 +51,32 @@ class ParticipationState:
 
         Args:
             matrix: strategy matrix.
-            number: number of the round, from 1; above `drawn`.
+            number: number of the round, from 1; above the number of seeds.
             length: length of the noise.
-            rng: new generator, which makes the seed in the first round.
+            rng: new generator, which makes the seeds of new rounds.
 
         Raises:
             RuntimeError: if the round's noise was drawn before, or the draws of earlier rounds can't be repeated.
+            ValueError: if earlier rounds had another length.
         """
-        if number <= self.drawn:
-            raise RuntimeError(f"noise of round {number}: was drawn already; rounds 1 to {self.drawn} can't be drawn again")
-        seed = self.seed or rng.bytes(32).hex()
-        checksum, buffers, first = (0, (), 1) if self.buffers is None else (self.checksum, self.buffers, self.drawn + 1)
+        drawn = len(self.seeds)
+        if number <= drawn:
+            raise RuntimeError(f"noise of round {number}: was drawn already; rounds 1 to {drawn} can't be drawn again")
+        if any(kept.size != length for kept in self.buffers or ()):
+            raise ValueError(f"noise of {length} entries: the model had another number of parameters in earlier rounds")
+        seeds = (*self.seeds, *(rng.bytes(32).hex() for _ in range(number - drawn)))
+        checksum, buffers, first = (0, (), 1) if self.buffers is None else (self.checksum, self.buffers, drawn + 1)
         row = np.zeros(0)
         for place in range(first, number + 1):
-            draw = _Draws(noise_generator(int(seed, 16), "correlated", place), length)
+            draw = _Draws(noise_generator(int(seeds[place - 1], 16), "correlated", place), length)
             row, buffers = matrix.row(place, buffers, draw)
             checksum = (checksum + draw.checksum) % _CHECKSUM
-            if place == self.drawn and checksum != self.checksum:
+            if place == drawn and checksum != self.checksum:
                 raise RuntimeError(
                     f"noise of rounds 1 to {place}: NumPy {np.__version__} on this machine draws other numbers than the run did; "
                     "resume it with the version, and on the kind of machine, with which it began"
                 )
-        return row, type(self)(past=self.past, seed=seed, drawn=number, checksum=checksum, buffers=buffers)
+        return row, type(self)(past=self.past, seeds=seeds, checksum=checksum, buffers=buffers)
 
 
 class _Draws:
@@ -94,7 +97,7 @@ class _Draws:
 
 def _stored(state: ParticipationState) -> dict[str, Any]:
     past = {name: (each.last, each.count) for name, each in state.past.items()}
-    return {"past": past, "seed": state.seed, "drawn": state.drawn, "checksum": state.checksum}
+    return {"past": past, "seeds": state.seeds, "checksum": state.checksum}
 
 
 def _read(parts: Mapping[str, Any]) -> ParticipationState:
