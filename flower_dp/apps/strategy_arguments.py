@@ -32,6 +32,13 @@ def sampler_of(settings: Settings) -> Sampler:
     if settings.sampling == "minimum-separation":
         separation = settings.min_separation or max(1, math.floor(_SEPARATED * settings.num_clients / size))
         most = settings.max_participations or None
+        if separation * size > settings.num_clients:
+            why = f"cohort-size={size} of num-clients={settings.num_clients} can be full only with at most"
+            raise refusal("min-separation", separation, f"{why} {settings.num_clients // size}")
+        if most and most * settings.num_clients < settings.num_rounds * size:
+            needed = -(-settings.num_rounds * size // settings.num_clients)
+            why = f"num-rounds={settings.num_rounds} with cohort-size={size} needs {needed} of each of num-clients="
+            raise refusal("max-participations", most, f"{why}{settings.num_clients}")
         return MinimumSeparationSampling(cohort_size=size, min_separation=separation, max_participations=most)
     return FixedSizeSampling(cohort_size=size) if settings.sampling == "fixed-size" else RoundRobinSampling(cohort_size=size)
 

@@ -193,7 +193,7 @@ class DeviceLedger:
                 for account in asked:
                     if owner_of(account) not in store.clients:
                         names = ", ".join(sorted(store.clients))
-                        raise LedgerError(f"has no account of client {account!r}; it is the ledger of {names}")
+                        raise LedgerError(f"has no account of client {owner_of(account)!r}; it is the ledger of {names}")
                     replies, known = entries.get(account, _EMPTY).replies, (at_least or {}).get(account, 0)
                     if replies < known:
                         older = f"it is an older copy, for there were {known}"

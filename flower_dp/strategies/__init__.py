@@ -1,5 +1,7 @@
 """Flower strategies: the server's side of every method."""
 
+from flower_dp.core.participation import MinimumSeparationSampling
+from flower_dp.planning.correlated_noise import BISR, BLT, Banded, Tree
 from flower_dp.privacy.evaluation_budget import EvaluationBudget
 from flower_dp.strategies.dp_fedavg import DPFedAvg
 from flower_dp.strategies.dp_fedpaq import DPFedPAQ
@@ -15,9 +17,12 @@ from flower_dp.strategies.scaffold import Scaffold
 from flower_dp.strategies.strategy import DPStrategy
 
 __all__ = [
+    "BISR",
+    "BLT",
     "DPFTRL",
     "DPPASGD",
     "AdaptiveClip",
+    "Banded",
     "DPFedAvg",
     "DPFedPAQ",
     "DPFedSAM",
@@ -26,7 +31,9 @@ __all__ = [
     "FedSGDDPC",
     "FedSMP",
     "LocalEvaluation",
+    "MinimumSeparationSampling",
     "NbAFL",
     "PrivateEvaluation",
     "Scaffold",
+    "Tree",
 ]

@@ -366,7 +366,7 @@ def _assumptions(rules: ClientLevelRules, run: RunFacts, sampling_counts: bool) 
             f"Adversaries may know who takes part{where}, so {its}epsilon claims no amplification by sampling. Neighboring runs "
             f"differ in one client, whose update is replaced by {other}."
         )
-    elif release.expected_cohort_size < release.num_units and sampling_counts:
+    elif rules.training.cohort_is_secret and release.expected_cohort_size < release.num_units and sampling_counts:
         size = " or its size" if release.sampler.cohort_size_is_secret else ""
         lines.append(f"No outsider or participant learns a round's cohort{size}, whether from logs, from timing or otherwise.")
         lines += _of_fixed_size(release, "training")
@@ -381,7 +381,8 @@ def _assumptions(rules: ClientLevelRules, run: RunFacts, sampling_counts: bool) 
             "stated at the minimum clip norm and grow in proportion to it."
         )
     if isinstance(separated := release.sampler, MinimumSeparationSampling):
-        often = "" if separated.max_participations is None else f"more than {separated.max_participations} times, or "
+        most = rules.noise.max_participations or separated.max_participations
+        often = f"more than {most} times, or " if most else ""
         other = "zero" if release.relation == "add-or-remove-one" else "any others"
         lines.append(
             f"No client takes part {often}again within {separated.min_separation} rounds. The server counts by client name, when "

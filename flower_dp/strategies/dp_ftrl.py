@@ -76,7 +76,7 @@ class DPFTRL(DPStrategy):
         sampling: rule of who may take part in a round.
         num_clients: number of clients; the run waits until that many have registered. More may come later.
         delta: the delta at which epsilon is stated, in (0, 1).
-        noise: kind of the noise: `BLT`, `BISR`, `Banded` or `Tree` of `flower_dp.planning.correlated_noise`.
+        noise: kind of the noise: `BLT`, `BISR`, `Banded` or `Tree` of `flower_dp.strategies`; `BLT()` by default.
         relation: neighboring relation: add-or-remove-one (a client's updates are zero, the default) or replace-one.
         server_learning_rate: factor of every step of the model.
         server_momentum: momentum of the steps, in [0, 1).
@@ -87,8 +87,7 @@ class DPFTRL(DPStrategy):
         ValueError: if a value is invalid; the message names field and value.
 
     Example:
-        >>> from flower_dp.core.participation import MinimumSeparationSampling
-        >>> from flower_dp.strategies import DPFTRL
+        >>> from flower_dp.strategies import DPFTRL, MinimumSeparationSampling
         >>> strategy = DPFTRL(
         ...     clip_norm=0.5,
         ...     epsilon=8.0,

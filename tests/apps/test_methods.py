@@ -281,3 +281,21 @@ def test_a_devices_policy_has_the_separation_of_its_own_settings():
         rules = run.strategy(dict).rules
         assert policy.whole_run
         assert 0.998 < policy.min_noise_multiplier * rules.noise.run_sensitivity / 2.0 <= 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"min-separation": 11}, "min-separation=11: cohort-size=2 of num-clients=20 can be full only with at most 10"),
+        (
+            {"num-rounds": 100, "max-participations": 9},
+            "max-participations=9: num-rounds=100 with cohort-size=2 needs 10 of each of num-clients=20",
+        ),
+        ({"cohort-size": 0}, "cohort-size=0: must be a whole number >= 1"),
+        ({"dp-ftrl.noise": "banded"}, "bands=0: must be set with noise='banded'"),
+    ],
+)
+def test_cohorts_that_can_not_be_full_are_refused_before_a_run(changes, message):
+    words = {"method": "dp-ftrl", "num-clients": 20, "cohort-size": 2, "num-rounds": 8, "dp-ftrl.delta": 1e-3}
+    with pytest.raises(ValueError, match=message):
+        ParsedRunConfig.of({**DEFAULTS, **words, **changes}).strategy(dict)

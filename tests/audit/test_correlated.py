@@ -1,6 +1,7 @@
 """Audits of whole runs with correlated noise, the worst pattern of participations; planted bugs are found."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -8,7 +9,6 @@ import pytest
 from flower_dp.audit import CASES, audit
 from flower_dp.audit.case import TrialRunner
 from flower_dp.audit.methods import correlated
-from flower_dp.core.noise import noise_generator
 from flower_dp.core.participation import MinimumSeparationSampling
 from flower_dp.core.strategy_matrix import BandedMatrix
 from flower_dp.strategies.releases.correlated_noise import CorrelatedSharing, SeparatedSum
@@ -26,7 +26,9 @@ def reset(patch):
 
     def again(self, matrix, number, length, rng):
         first = replace(self, seeds=(), checksum=0, buffers=None)
-        made, after = row(first, matrix, 1, length, noise_generator(int(self.seeds[0], 16) if self.seeds else None))
+        made, after = row(
+            first, matrix, 1, length, SimpleNamespace(bytes=lambda _: bytes.fromhex(self.seeds[0])) if self.seeds else rng
+        )
         return made, replace(after, seeds=self.seeds or after.seeds)
 
     patch.setattr(ParticipationState, "row", again)

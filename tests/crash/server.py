@@ -336,14 +336,14 @@ def check_now(setup: Setup, folder: Path, holes: Holes) -> None:
 
 def check_separation(setup: Setup, heard: Heard, holes: Holes) -> None:
     """Nobody is asked too early, and the noise of all rounds whose messages left is of one seed, each round once."""
-    last: dict[str, int] = {}
+    last: dict[tuple[str, str], int] = {}
     seeds: list[str] = []
     sent = {(line["life"], line["round"]) for line in heard.all("sent")}
     for line in heard.all("sent"):
         for owner in line["owners"]:
-            gap = line["round"] - last.get(owner, -setup.separation)
+            gap = line["round"] - last.get((line["release"], owner), -setup.separation)
             holes.unless(gap >= setup.separation, f"{owner}: was asked again after {gap} rounds")
-            last[owner] = line["round"]
+            last[line["release"], owner] = line["round"]
     for line in heard.all("drawn"):
         if (line["life"], line["round"]) in sent:
             holes.unless(line["seeds"][: len(seeds)] == seeds, f"round {line['round']}: goes on from other noise")

@@ -585,6 +585,7 @@ def test_a_run_has_the_rounds_that_its_noise_was_made_for(num_rounds):
         (lambda: strategy_of(cls=DPFedAvg, placement="distributed"), "needs placement='central'"),
         (lambda: strategy_of(cls=DPFedSAM, placement="central", keep_ratio=0.5), "needs placement='central' and whole updates"),
         (lambda: strategy_of(noise="blt"), "a kind of correlated noise, such as BLT"),
+        (lambda: strategy_of(noise=BLT), "a kind of correlated noise, such as BLT"),
         (lambda: strategy_of(cls=DPFedAvg, num_rounds=None), "num_rounds: is missing"),
         (lambda: strategy_of(Banded(bands=4)), "bands=4: must be at most min_separation=3"),
         (lambda: strategy_of(num_rounds=0), "num_rounds"),
@@ -686,3 +687,27 @@ def test_a_resumed_run_refuses_clients_whose_names_are_new(noise, tmp_path):
     with pytest.raises(ValueError, match=r"'node-1' is named by its node's id, which is new in a resumed run"):
         made().start(second, model, ROUNDS, checkpoint_dir=folder, resume=True)
     assert not any(map(asks_to_train, second.sent))
+
+
+def test_clients_that_come_one_after_another_can_start_a_run_together():
+    """Of phones a few are connected at a time; cohorts are drawn from those alone."""
+    strategy, grid = strategy_of(num_clients=6), Grid()
+    looks = iter([{1, 2}, {3, 4}, {5, 6}])
+    grid.get_node_ids = lambda: sorted(next(looks, {1, 5}))
+    start(strategy, grid)
+    assert strategy.num_clients == 6
+    assert {name for _, name in grid.asked} == {"c1", "c5"}
+    poisson = DPFedAvg(**WORDS | {"sampling": FullSampling()}, registration_timeout=1.0)
+    looks = iter([{1, 2}, {3, 4}, {5, 6}])
+    with pytest.raises(TimeoutError, match="only 2 clients"):
+        start(poisson, grid)
+
+
+def test_a_statement_says_who_may_know_the_cohorts_also_with_sampled_evaluations():
+    plan = PrivateEvaluation(noise_multiplier=4.0, sampling=PoissonSampling(sampling_rate=0.5), every=2)
+    strategy = strategy_of(evaluation=plan)
+    start(strategy, Grid())
+    lines = strategy.statement.assumptions
+    assert not any("learns a round's cohort" in line for line in lines)
+    assert any("learns who evaluates" in line for line in lines)
+    assert any("No client takes part more than 3 times, or again within 3 rounds" in line for line in lines)

@@ -37,16 +37,21 @@ def query_clients(
     if hasattr(grid, "patience"):  # this package's grid replaces a worker that hangs, and repeats its node's query
         setattr(grid, "patience", timeout / 2)  # noqa: B010
     newcomers = all(release.accepts_new_clients for release in rules.releases)
+    separated = isinstance(rules.releases[0].sampling, MinimumSeparationSampling)
     manager = ClientManager(
-        rules.about.num_clients, timeout=timeout, newcomers=newcomers, unfit=partial(unfit_reason, rules), **most
+        rules.about.num_clients,
+        timeout=timeout,
+        newcomers=newcomers,
+        accumulates=separated,
+        unfit=partial(unfit_reason, rules),
+        **most,
     )
     known_clients = manager.known_clients(grid)
     if not known_clients.hosting and rules.about.stock_refusal:
         raise ValueError(f"{rules.about.title}: {rules.about.stock_refusal}")
     if known_clients.hosting and (reason := unfit_reason(rules, known_clients.methods)):
         raise ValueError(reason)
-    counts_names = isinstance(rules.releases[0].sampling, MinimumSeparationSampling) and not is_simulation(grid)
-    if counts_names and (name := next(iter(known_clients.named_by_node), None)):
+    if separated and not is_simulation(grid) and (name := next(iter(known_clients.named_by_node), None)):
         raise ValueError(
             f"client {name!r} is named by its node's id, which changes when the node restarts: it could come back too early "
             "under another name; give every client its own name, such as privacy_mod(name=...)"

@@ -76,7 +76,7 @@ class ClippedUpdates:
             why = "is read with placement='distributed' only; under 'central' the server is trusted"
             raise checks.refusal("server_completes_noise", False, why)
         if self.noise is not None:
-            if not hasattr(self.noise, "matrix"):
+            if not hasattr(self.noise, "matrix") or isinstance(self.noise, type):
                 raise checks.bad("noise", self.noise, "a kind of correlated noise, such as BLT(), or None")
             if not central or self.keep_ratio < 1 or self.masks is not None:
                 why = "needs placement='central' and whole updates: errors of earlier rounds would not cancel otherwise"

@@ -124,7 +124,16 @@ class CorrelatedSharing(NoiseSharing):
     def numbers(self) -> dict[str, float]:
         """The sensitivity of the run, and the std of the noise in a sum of all rounds so far, as root mean square over rounds."""
         error = self.matrix.prefix_error(self.schema.num_rounds) * self.release.noise_scale
-        return {"sensitivity_of_the_run": self.run_sensitivity, "noise_std_of_prefix_sums": error}
+        return {
+            "sensitivity_of_the_run_in_clip_norms": self.run_sensitivity,
+            "noise_multiplier_of_the_run": self.promised_multiplier,
+            "noise_std_of_prefix_sums": error,
+        }
+
+    @property
+    def max_participations(self) -> int:
+        """The largest number of participations that the noise is made for."""
+        return self.schema.max_participations
 
     @property
     def assumptions(self) -> tuple[str, ...]:
@@ -160,6 +169,12 @@ class SeparatedSum(NoisedSum):
         return sampling
 
     @property
+    def max_participations(self) -> int | None:
+        """The largest number of participations of a client; None for as many as the separation allows."""
+        made_for = self.noise.max_participations if isinstance(self.noise, CorrelatedSharing) else None
+        return made_for or self.separation.max_participations
+
+    @property
     def noise_cancels(self) -> bool:
         """Whether later rounds cancel noise of a round, so that the noise of one round alone says little."""
         return isinstance(self.noise, CorrelatedSharing)
@@ -188,11 +203,10 @@ class SeparatedSum(NoisedSum):
         number, before = state.charges.number(self.name) + 1, self.state_in(state).noise or ParticipationState()
         asked, begun, after = NoisedSum.ask(self, state, size, names, rng)
         past, sampling = before.asked(tuple(names), number), self.separation
-        most = self.noise.schema.max_participations if isinstance(self.noise, CorrelatedSharing) else sampling.max_participations
         told = Separation(
             number=number,
             min_separation=sampling.min_separation,
-            max_participations=most,
+            max_participations=self.max_participations,
             whole_run=self.noise_cancels,
         )
         kept = replace(after.noise or before, past=past)

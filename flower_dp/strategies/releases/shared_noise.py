@@ -213,6 +213,11 @@ class NoiseSharing:
         return {}
 
     @property
+    def max_participations(self) -> int | None:
+        """The largest number of participations that the noise is made for; None for any."""
+        return None
+
+    @property
     def assumptions(self) -> tuple[str, ...]:
         """Further assumptions of the noise, for the statement."""
         return ()
