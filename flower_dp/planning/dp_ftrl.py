@@ -33,6 +33,8 @@ _INDEPENDENT, _POISSON, _FIXED, _FULL = "independent", "Poisson sampling", "fixe
 _MAX_BANDS = 64
 # The chosen separation fills at least this part of the places that cohorts fill without separation.
 _FILLED = 0.95
+# Below this fill, the RMSE of the mean is misleading.
+_SHORT = 0.9
 # Points of a diagram: an optimization of the matrix takes about a second.
 _NUM_POINTS = 6
 
@@ -228,9 +230,12 @@ def _reasons(problem: Problem, schema: ParticipationSchema, points: Mapping[str,
     other = problem.best_separation() if problem.min_separation else problem.longest
     filled = (f"min_separation={each} fills {100 * problem.fill(each):.3g} % of a cohort" for each in dict.fromkeys((b, other)))
     once, meaning = f"{-(-problem.num_rounds // b)} = ceil({problem.num_rounds} / {b})", "its epsilon is for replace-one"
+    limit = f", max_participations={problem.max_participations} is a limit" if problem.max_participations else ""
+    if (fill := problem.fill(b)) < _SHORT:
+        limit += f"; {100 * (1 - fill):.0f} % of the places are empty, and the RMSE of the mean is that of full cohorts"
     reasons = [
         f"with {100 * problem.online_fraction:.3g} % of clients online, {'; '.join(filled)}",
-        f"the separation allows {once} participations of a client",
+        f"the separation allows {once} participations of a client" + limit,
         f"independent noise with the same separation has {times[_INDEPENDENT]}",
     ]
     if (least := min(_KINDS, key=lambda kind: points[kind].rmse_of_sums)) != noise:
