@@ -58,6 +58,10 @@ class Banded:
     compresses_noised_updates: ClassVar[bool] = False
     cohort_is_secret: ClassVar[bool] = False
 
+    @property
+    def promised_multiplier(self) -> float:
+        return self.release.mechanism.noise_multiplier
+
     def with_clip_norm(self, clip_norm: float) -> Self:
         return self
 

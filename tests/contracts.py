@@ -12,7 +12,9 @@ from typing import Any
 from flower_dp import clients, strategies
 from flower_dp.clients import DPClient, LocalDPClient, Training
 from flower_dp.core import dp_events
+from flower_dp.core.participation import MinimumSeparationSampling
 from flower_dp.core.sampling import FixedSizeSampling, FullSampling, PoissonSampling, RoundRobinSampling, Sampler
+from flower_dp.planning.correlated_noise import Banded
 from flower_dp.privacy.charges import History
 from flower_dp.privacy.dp_fedpaq import FedPAQSteps
 from flower_dp.strategies import AdaptiveClip, DPFedAvg, DPFedSAM, DPStrategy, FedSMP
@@ -58,11 +60,17 @@ class Charge:
         ledgers: the ledgers of a strategy.
         event: what is charged in each round.
         rounds_late: rounds that may go by between a message and the charge: 1 where the model that the *next* round sends is charged.
+        whole_run: whether the first round is charged for all of them, and the others cost nothing.
     """
 
     ledgers: Callable[[Any], Sequence[History]]
     event: Callable[[Words], dp_events.DpEvent]
     rounds_late: int = 0
+    whole_run: bool = False
+
+    def count(self, num_rounds: int) -> int:
+        """How often the event is charged in so many rounds."""
+        return min(1, max(0, num_rounds)) if self.whole_run else max(0, num_rounds)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,8 +134,14 @@ class Method:
     def epsilon(self, arguments: Words, num_rounds: int) -> float:
         """The epsilon of so many rounds, in closed form."""
         return max(
-            closed_epsilon(charge.event(arguments), num_rounds, self.relation, self.delta(arguments)) for charge in self.charges
+            closed_epsilon(charge.event(arguments), charge.count(num_rounds), self.relation, self.delta(arguments))
+            for charge in self.charges
         )
+
+    @property
+    def whole_run(self) -> bool:
+        """Whether the first round is charged for all rounds."""
+        return self.charges[0].whole_run
 
     def excess(self, num_clients: int) -> float:
         """The excess kurtosis of a sum of the noise of so many clients."""
@@ -274,6 +288,47 @@ def one_sum(
         numbers=adaptive_numbers if adaptive else client_level_numbers,
         sampling=lambda arguments: f"{arguments.num_clients} of {arguments.num_clients} clients expected per round",
         **noised,
+    )
+
+
+def dp_ftrl() -> Method:
+    """DP-FTRL with C = I, so that the noise of the rounds is independent; every client takes part in every round.
+
+    One event at the start is that of n Gaussians. tests/strategies/test_correlated_noise.py has other matrices.
+    """
+
+    def strategy(arguments: Words) -> DPStrategy:
+        return strategies.DPFTRL(
+            clip_norm=arguments.clip_norm,
+            noise_multiplier=NOISE_MULTIPLIER,
+            num_rounds=arguments.num_rounds,
+            sampling=MinimumSeparationSampling(cohort_size=arguments.num_clients, min_separation=1),
+            num_clients=arguments.num_clients,
+            delta=arguments.delta,
+            noise=Banded(bands=1),
+            noise_seed=arguments.noise_seed,
+        )
+
+    def event(arguments: Words) -> dp_events.DpEvent:
+        return dp_events.GaussianDpEvent(NOISE_MULTIPLIER / math.sqrt(arguments.num_rounds))
+
+    ledgers = (
+        lambda strategy: [strategy.rules.ledger(strategy.charges)],
+        lambda strategy: [strategy.rules.outside_ledger(strategy.charges)],
+    )
+    return Method(
+        label="dp-ftrl",
+        name="dp-ftrl",
+        title="DP-FTRL",
+        strategy=strategy,
+        client=dp_client,
+        unit="client",
+        relation="add-or-remove-one",
+        reach=lambda arguments: arguments.clip_norm,
+        exact=True,
+        numbers=client_level_numbers,
+        sampling=lambda arguments: f"{arguments.num_clients} of {arguments.num_clients} clients expected per round",
+        **CENTRAL | {"charges": tuple(Charge(ledgers=each, event=event, whole_run=True) for each in ledgers)},
     )
 
 
@@ -535,6 +590,7 @@ METHODS = (
     one_sum("fed-smp top-k", FedSMP, "fed-smp", "Fed-SMP-top_k", DISTRIBUTED, variant=False, keep_ratio=1.0, mask="top-k"),
     one_sum("dp-fedsam central", *FEDSAM, CENTRAL, placement="central", keep_ratio=1.0),
     one_sum("dp-fedsam untrusted", *FEDSAM, UNTRUSTED, placement="distributed", server_completes_noise=False),
+    dp_ftrl(),
     dp_pasgd("dp-pasgd", "DP-PASGD", 2),
     dp_pasgd("dp-sgd", "DP-SGD (DP-PASGD with one local step)", 1, variant=True),
     fedsgd_dpc("laplace"),

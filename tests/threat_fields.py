@@ -56,6 +56,7 @@ from flower_dp.wire import (
     ReleaseRequest,
     RoundMask,
     SentMask,
+    Separation,
 )
 from tests.local_grids import context_of
 
@@ -67,6 +68,7 @@ CENTRAL = partial(ReleaseRequest, promise=PROMISE, placement="central")
 ASKS = (
     CENTRAL(step=0.5, mask=RoundMask(seed=1, keep_ratio=0.5), vectors={"v": np.zeros(8, np.float32)}),
     CENTRAL(mask=SentMask.of([0], length=8)),
+    CENTRAL(separation=Separation(number=1, min_separation=2, max_participations=3, whole_run=True, run="r")),
     CENTRAL(indicator=Indicator(clip_norm=0.5, scale=0.1)),
     ReleaseRequest(promise=PROMISE, placement="distributed", noise_std=1.0, keep_ratio=0.5, quantization_levels=4),
     ReleaseRequest(
@@ -82,6 +84,7 @@ LEVELS = ("debug", "info", "warning", "error", "exception", "critical", "log", "
 NOT_SENT = {"Model", "RecordNames", "Part", "_Protocol", "_Answer", "_Refused"}
 SENT = {
     *("Instruction", "ReleaseRequest", "Promise", "LocalRequest", "RoundMask", "SentMask", "Indicator"),
+    "Separation",
     *("ReplyHeader", "Refusal", "HostedClients"),
 }
 
@@ -155,7 +158,7 @@ def instruction() -> set[str]:
 
 
 def ask() -> set[str]:
-    kinds = (ReleaseRequest, Promise, LocalRequest, RoundMask, SentMask, Indicator, MetricBounds)
+    kinds = (ReleaseRequest, Promise, LocalRequest, RoundMask, SentMask, Indicator, Separation, MetricBounds)
     tables = [json.loads(instructed(one).to_json())["ask"] for one in ASKS]
     keys = {key for table in tables for key in (*table, *table.get("mask", {}))}
     return fields_of(*kinds) | besides(keys, *kinds)
@@ -276,7 +279,7 @@ def model_json() -> set[str]:
 
 def node_state() -> set[str]:
     state = RecordDict()
-    NodeStateAccounts(state).note({"a": (1, "terms")})
+    NodeStateAccounts(state).note({"a": (1, "terms", 1)})
     return {KEPT_KEY, *(f"{ACCOUNT_KEY}.{key}" for key in state.config_records[ACCOUNT_KEY])}
 
 

@@ -16,11 +16,14 @@ from flower_dp.clients.local.evaluation import record_loss_and_accuracy
 from flower_dp.clients.local.recipe import LocalRecipe
 from flower_dp.clients.reply.evaluation import loss_and_accuracy
 from flower_dp.clients.training.losses import Loss
+from flower_dp.core.participation import MinimumSeparationSampling
 from flower_dp.privacy.release import Release
 from flower_dp.strategies.client_level import ClientLevelRules
 
 # A group has room for the expected number of selected clients of a node, and so many standard deviations more.
 _SPREAD = 3
+# The relative difference of noise multipliers of correlated noise: another processor may find a slightly different matrix.
+_MATRIX = 1e-3
 
 
 def training_of(settings: Settings, *, sam_radius: float = 0.0, loss: Loss | None = None) -> parts.Training:
@@ -99,6 +102,8 @@ def client_level_client(
     evaluating = rules.evaluation
     smallest, largest = rules.clip_norms
     training = training_of(settings, sam_radius=sam_radius, loss=loss)
+    correlated = bool(rules.noise.numbers)
+    kept = rules.release.sampler if isinstance(rules.release.sampler, MinimumSeparationSampling) else None
     return parts.DPClient(
         model=model,
         clients=clients,
@@ -110,9 +115,12 @@ def client_level_client(
         policy=parts.ClientPolicy(
             max_clip_norm=largest,
             min_clip_norm=smallest if smallest < largest else None,
-            min_noise_multiplier=rules.release.mechanism.noise_multiplier,
+            min_noise_multiplier=(1 - _MATRIX * correlated) * rules.noise.promised_multiplier,
             min_noise_std=(1 - 1e-9) * rules.noise.min_share_std * (largest / rules.release.clip_norm),
             allow_metrics=settings.report_client_metrics,
+            whole_run=correlated,
+            min_separation=kept.min_separation if kept else None,
+            max_participations=kept.max_participations if kept else None,
             allow_evaluation=evaluating is not None,
             min_evaluation_noise_multiplier=evaluating.release.mechanism.noise_multiplier if evaluating else 0.0,
             min_evaluation_noise_std=(1 - 1e-9) * evaluating.noise.min_share_std if evaluating else 0.0,

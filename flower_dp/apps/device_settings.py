@@ -11,7 +11,7 @@ from flower_dp.core import checks
 from flower_dp.methods import METHODS
 
 # With shared noise these settings decide how much noise a client adds itself.
-_SHARED = ("sampling", "sampling-rate", "cohort-size")
+_SHARED = ("sampling", "sampling-rate", "cohort-size", "min-separation", "max-participations")
 # Keys of a node-config that are not settings, and resemble some.
 _NODE_KEYS = ("partition-id", "num-partitions", "ledger-path")
 # Similarity in [0, 1] (`difflib`) from which a key is taken for a misspelled setting.
@@ -71,6 +71,11 @@ def own_settings(run_config: Mapping[str, Any], node_config: Mapping[str, Any], 
     if f"{method}.noise-multiplier" in table and isinstance(epsilon, int | float) and epsilon:
         why = f"{method}.epsilon={epsilon:g}: the noise would follow from the number of rounds, which the server decides"
         raise ValueError(f"{why}; set {method}.noise-multiplier in its node-config (flower-dp calibrate computes it)")
+    if f"{method}.noise" in table:  # one release covers the whole run
+        why = "how often this device takes part, and so what the noise is worth, is not the server's to decide"
+        if not node_config.get("min-separation"):
+            raise ValueError(f"min-separation: {why}; set min-separation in its node-config, to 1 or more")
+        _check_defaults(config, node_config, ("num-rounds", "max-participations"), why)
     if f"{method}.placement" in table and config[f"{method}.placement"] == "distributed":
         _check_defaults(config, node_config, _SHARED, "how much noise this device adds is not the server's to decide")
     return config

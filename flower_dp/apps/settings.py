@@ -16,7 +16,7 @@ from flower_dp.core.checks import BadValue, ErrorCollector, bad, integer, number
 from flower_dp.running.values import SETTINGS_PAGE, suggestion_for
 
 T = TypeVar("T")
-SAMPLINGS = ("poisson", "fixed-size", "full", "round-robin")
+SAMPLINGS = ("poisson", "fixed-size", "full", "round-robin", "minimum-separation")
 # Metrics that the app's clients compute of the global model on their own records.
 METRICS = ("loss", "accuracy")
 # Keys that name an app's functions, as "module:function"; flower-dp's own app does not have them.
@@ -27,7 +27,12 @@ DEALT = (
     *("validation-ratio", "test-ratio", "seed"),
 )
 # Settings that only some samplings read.
-SAMPLED = {"sampling_rate": ("poisson",), "cohort_size": ("fixed-size", "round-robin")}
+SAMPLED = {
+    "sampling_rate": ("poisson",),
+    "cohort_size": ("fixed-size", "round-robin", "minimum-separation"),
+    "min_separation": ("minimum-separation",),
+    "max_participations": ("minimum-separation",),
+}
 # Values that turn a setting off, where that is not the default.
 _OFF = {"momentum": 0.0, "learning_rate_decay": 0.0, "sampling_rate": 0.0}
 
@@ -108,6 +113,8 @@ class Settings:
     sampling: str = ""
     sampling_rate: float = 0.1
     cohort_size: int = 0
+    min_separation: int = _checked(0, integer, at_least=0)
+    max_participations: int = _checked(0, integer, at_least=0)
     local_epochs: int = _checked(1, integer, at_least=1)
     batch_size: int = _checked(4, integer, at_least=1)
     learning_rate: float = _checked(0.15, number, above=0)

@@ -1,11 +1,13 @@
 """Make the arguments of strategies that several methods share from the common settings; `client_parts` does so for clients."""
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from flower_dp.apps.settings import Settings, default_of, key_of
 from flower_dp.core import checks
 from flower_dp.core.checks import BadValue, bad, refusal
+from flower_dp.core.participation import MinimumSeparationSampling
 from flower_dp.core.sampling import FixedSizeSampling, FullSampling, PoissonSampling, RoundRobinSampling, Sampler
 from flower_dp.strategies import AdaptiveClip, EvaluationBudget, LocalEvaluation, PrivateEvaluation
 
@@ -14,6 +16,8 @@ N = TypeVar("N", int, float)
 Sizes = Callable[[], Mapping[str, int]]
 # With fewer clients num_clients^-1.1 is too large a delta to be a guarantee.
 _FEWEST_FOR_DEFAULT_DELTA = 100
+# Default minimum separation, as a part of the largest with full cohorts: the rest is for clients that are not connected.
+_SEPARATED = 0.8
 # Default ratio of an adaptive clip norm's upper limit to its first value, and of its first value to its lower limit.
 _CLIP_RANGE = 1000.0
 
@@ -25,6 +29,17 @@ def sampler_of(settings: Settings) -> Sampler:
     if settings.sampling == "poisson":
         return PoissonSampling(sampling_rate=settings.sampling_rate)
     size = cohort_size_of(settings)
+    if settings.sampling == "minimum-separation":
+        separation = settings.min_separation or max(1, math.floor(_SEPARATED * settings.num_clients / size))
+        most = settings.max_participations or None
+        if separation * size > settings.num_clients:
+            why = f"cohort-size={size} of num-clients={settings.num_clients} can be full only with at most"
+            raise refusal("min-separation", separation, f"{why} {settings.num_clients // size}")
+        if most and most * settings.num_clients < settings.num_rounds * size:
+            needed = -(-settings.num_rounds * size // settings.num_clients)
+            why = f"num-rounds={settings.num_rounds} with cohort-size={size} needs {needed} of each of num-clients="
+            raise refusal("max-participations", most, f"{why}{settings.num_clients}")
+        return MinimumSeparationSampling(cohort_size=size, min_separation=separation, max_participations=most)
     return FixedSizeSampling(cohort_size=size) if settings.sampling == "fixed-size" else RoundRobinSampling(cohort_size=size)
 
 
@@ -57,11 +72,13 @@ def noise_of(settings: Settings, own: Any) -> dict[str, Any]:
     Raises:
         ValueError: if epsilon is set together with a noise multiplier or target that is not the default.
     """
-    checks.number("target-epsilon", own.target_epsilon, at_least=0)
+    target = getattr(own, "target_epsilon", None)  # a method whose whole run is charged at its start has none
+    if target is not None:
+        checks.number("target-epsilon", target, at_least=0)
     if not checks.number("epsilon", own.epsilon, at_least=0):
         return {"noise_multiplier": own.noise_multiplier}  # 0: NOT PRIVATE
     for name, fit in (("noise_multiplier", ()), ("target_epsilon", (0.0, own.epsilon))):
-        if (value := getattr(own, name)) not in (default_of(own, name), *fit):
+        if hasattr(own, name) and (value := getattr(own, name)) not in (default_of(own, name), *fit):
             raise refusal(
                 key_of(name),
                 value,
@@ -101,6 +118,9 @@ def evaluation_of(settings: Settings) -> PrivateEvaluation | None:
         "epsilon",
         f"is read by methods with a budget per client; method={settings.method!r} has private-evaluation.noise-multiplier",
     )
+    if settings.sampling == "minimum-separation" and not own.sampling_rate:
+        why = "must be above 0 with sampling='minimum-separation', which evaluations do not keep"
+        raise refusal("private-evaluation.sampling-rate", own.sampling_rate, why)
     return PrivateEvaluation(
         noise_multiplier=own.noise_multiplier,
         sampling=PoissonSampling(sampling_rate=own.sampling_rate) if own.sampling_rate else sampler_of(settings),

@@ -8,7 +8,7 @@ from flower_dp.apps.tasks import TASKS
 from flower_dp.apps.tasks.partitions import WITH_CLASSES
 from flower_dp.methods import METHODS, TRAINING
 
-_SAMPLING = ("sampling", "sampling-rate", "cohort-size")
+_SAMPLING = ("sampling", "sampling-rate", "cohort-size", "min-separation", "max-participations")
 _STEPS = ("learning-rate", "learning-rate-decay")
 _ADAPTIVE = ("clip-learning-rate", "clip-count-noise-std", "min-clip-norm", "max-clip-norm")
 

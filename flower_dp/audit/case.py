@@ -53,6 +53,8 @@ class Case:
         num_rounds: number of rounds of a run.
         num_records: number of records of a client.
         inputs: 1.0 pushes both parameters, 0.0 one of them.
+        separated: whether clients keep a minimum separation. The unit is then the client that is asked first, and pushes in one
+            direction whenever it is asked; the statistics weigh rounds by the covariance of their noise, and alike.
         post_processed: whether the view is a lossy function of the noised release, so that its trade-off curve is not that of
             the noise.
 
@@ -71,6 +73,7 @@ class Case:
     num_rounds: int = 1
     num_records: int = 1
     inputs: float = 1.0
+    separated: bool = False
     post_processed: bool = False
 
     def __post_init__(self) -> None:
@@ -133,12 +136,18 @@ class TrialRunner:
         strategy.state, arrays = self._fresh, self._arrays
         grid.forget()
         grid.silent = frozenset({_UNIT}) if case.drops_out and not present else frozenset()
-        seen, counts = [], []
+        seen, counts, pattern = [], [], list[float]()
+        unit = 0
         for server_round in range(1, case.num_rounds + 1):
-            sign = 1.0 if server_round % 2 else -1.0
+            sign = 1.0 if server_round % 2 or case.separated else -1.0
             self._pushes = [sign * push + 0.0 for push in (case.present if present else case.absent)]
             grid.exchanged.clear()
-            messages = strategy.configure_train(server_round, arrays, ConfigRecord(), grid)
+            messages = list(strategy.configure_train(server_round, arrays, ConfigRecord(), grid))
+            if case.separated:
+                cohort = [message.metadata.dst_node_id - _UNIT for message in messages]
+                unit = unit if pattern else cohort[0]
+                self._pushes = [*self._pushes[-unit:], *self._pushes[:-unit]] if unit else self._pushes
+                pattern.append(float(unit in cohort))
             before, asked = arrays, _indicator(strategy)
             released, _ = strategy.aggregate_train(server_round, grid.send_and_receive(messages))
             arrays = before if released is None else released
@@ -146,7 +155,21 @@ class TrialRunner:
             if asked is not None:
                 counts.append(self._beside(asked))
         parts = [np.stack(rounds) for rounds in zip(*seen, strict=True)]
-        return _statistics(parts, worst_case.direction(case.inputs), counts)
+        weights = self._weights(tuple(pattern)) if case.separated else np.ones(case.num_rounds)
+        named = _statistics(parts, worst_case.direction(case.inputs), counts, weights)
+        if case.separated:
+            along = parts[0] @ worst_case.direction(case.inputs)
+            named |= {"sum": float(along @ pattern), "difference": float(along[:-1] @ pattern[:-1] - along[1:] @ pattern[:-1])}
+        return named
+
+    def _weights(self, pattern: tuple[float, ...]) -> np.ndarray:
+        """Return the weights of rounds that tell most of a unit with this pattern: S^-1 pattern, with the covariance S."""
+        rules: Any = self.strategy.rules
+        draw, made, buffers = iter(np.eye(4 * len(pattern))), list[np.ndarray](), ()
+        for number in range(1, len(pattern) + 1):
+            row, buffers = rules.training.noise.matrix.row(number, buffers, lambda: next(draw).copy())
+            made.append(row)
+        return np.asarray(np.linalg.solve(np.array(made) @ np.array(made).T, np.array(pattern)))
 
     @property
     def statement(self) -> PrivacyStatement:
@@ -198,17 +221,19 @@ def quiet(least: int = logging.CRITICAL) -> Iterator[None]:
         logger.setLevel(level)
 
 
-def _statistics(parts: list[np.ndarray], direction: np.ndarray, counts: Sequence[_Count]) -> dict[str, float]:
+def _statistics(
+    parts: list[np.ndarray], direction: np.ndarray, counts: Sequence[_Count], weights: np.ndarray
+) -> dict[str, float]:
     """Return every statistic of the views [rounds, d]; each one exposes another kind of bug.
 
-    `projection` is the log likelihood ratio of Gaussian noise, up to a factor and a constant: the sum of the views over rounds,
-    in the direction of the unit's push. With an adaptive clip norm it covers update and indicator together: one noise hides both.
-    `shared noise` is the projection minus a participant's own noise times the number of clients: if all clients drew the same
-    noise, no noise is left. `update` and `indicator` are the two parts of the projection: each exposes noise that is too small on
-    that part alone. `lowest bit` is the exponent of the lowest bit that is set in any coordinate: noise on a lattice leaves
-    nothing below its step, whatever the unit's value is.
+    `projection` is the log likelihood ratio of Gaussian noise, up to a factor and a constant: the weighted sum of the views over
+    rounds, in the direction of the unit's push. With an adaptive clip norm it covers update and indicator together: one noise
+    hides both. `shared noise` is the projection minus a participant's own noise times the number of clients: if all clients drew
+    the same noise, no noise is left. `update` and `indicator` are the two parts of the projection: each exposes noise that is too
+    small on that part alone. `lowest bit` is the exponent of the lowest bit that is set in any coordinate: noise on a lattice
+    leaves nothing below its step, whatever the unit's value is.
     """
-    along = [part @ direction for part in parts]
+    along = [part @ direction * weights for part in parts]
     named = {"projection": float(along[0].sum()), "lowest bit": _lowest_bit(parts[0])}
     if len(parts) > 1:
         named["shared noise"] = float(along[1].sum())

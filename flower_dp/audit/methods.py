@@ -18,8 +18,10 @@ from flower_dp.audit import worst_case
 from flower_dp.audit.case import Case
 from flower_dp.clients.node_client import HostingClient
 from flower_dp.core import checks
+from flower_dp.core.participation import MinimumSeparationSampling
 from flower_dp.core.sampling import FixedSizeSampling, FullSampling, PoissonSampling, RoundRobinSampling, Sampler
 from flower_dp.methods import METHODS
+from flower_dp.planning.correlated_noise import noise_named
 from flower_dp.privacy.dp_fedpaq import FedPAQSteps
 from flower_dp.strategies import AdaptiveClip, DPStrategy
 
@@ -133,6 +135,35 @@ def noised_sum(
         num_rounds=words["rounds"] if full else 1,
         inputs=0.0 if top_k or training.sparsifier else 1.0,
         post_processed=post_processed,
+    )
+
+
+def correlated(label: str, *, method: str = "dp-ftrl", rounds: int = 4, **words: Any) -> Case:
+    """Return the case of DP-FTRL's settings: two clients, who take part in every second round, the first one included.
+
+    That is the worst pattern of a separation of two rounds. The noise multiplier of the settings is that of the whole run here.
+    """
+    words = {**_DEFAULTS, "noise_multiplier": 0.4, "noise": "blt", "num_buffers": 0, "bands": 0, "relation": "", **words}
+    sampling = MinimumSeparationSampling(cohort_size=2, min_separation=2)
+    kind = noise_named(words["noise"], num_buffers=words["num_buffers"], bands=min(words["bands"], 2))
+    shared = {"num_rounds": rounds, "sampling": sampling, "num_clients": 2, "noise": kind, **_some(words, "delta", "clip_norm")}
+    shared |= {"relation": words["relation"]} if words["relation"] else {}
+    make: Callable[..., DPStrategy] = METHODS[method].load("strategy")
+    probe: Any = make(noise_multiplier=1.0, **shared)
+    multiplier = words["noise_multiplier"] * probe.rules.noise.run_sensitivity
+
+    def client(**node: Any) -> clients.DPClient:
+        return clients.DPClient(**node, training=TRAINING, device="cpu")
+
+    return Case(
+        label=label,
+        method=method,
+        strategy=lambda: make(noise_multiplier=multiplier, **shared),
+        client=None if words.get("stock") else client,
+        present=(1.0, -1.0),
+        absent=(-1.0 if words["relation"] == "replace-one" else 0.0, -1.0),
+        num_rounds=rounds,
+        separated=True,
     )
 
 

@@ -179,21 +179,22 @@ def _account(entry: "ClientAccount", delta: float) -> dict[str, Any]:
 
 
 def _totals(accounts: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Return the cost of training and evaluations together, by client: the sum of epsilons, since evaluations have delta 0."""
-    from flower_dp.privacy.device_store import evaluation_account
+    """Return the cost of all accounts together, by client with several: the sums of their epsilons and of their deltas."""
+    from flower_dp.privacy.device_store import owner_of
 
-    totals = {}
-    for name, training in accounts.items():
-        evaluation = accounts.get(evaluation_account(name), {"terms": None})
-        if None in (training["terms"], evaluation["terms"]) or training["relation"] != evaluation["relation"]:
-            continue
-        parts = [training["epsilon"], evaluation["epsilon"]]
-        totals[name] = {
-            "epsilon": None if None in parts else sum(parts),
-            "delta": training["delta"] + evaluation["delta"],
-            "relation": training["relation"],
+    parts: dict[str, list[dict[str, Any]]] = {}
+    for name, account in accounts.items():
+        if account["terms"] is not None:
+            parts.setdefault(owner_of(name), []).append(account)
+    return {
+        name: {
+            "epsilon": None if None in (epsilons := [each["epsilon"] for each in several]) else sum(epsilons),
+            "delta": sum(each["delta"] for each in several),
+            "relation": several[0]["relation"],
         }
-    return totals
+        for name, several in parts.items()
+        if len(several) > 1 and len({each["relation"] for each in several}) == 1
+    }
 
 
 # A server's ledger

@@ -21,7 +21,7 @@ from flower_dp.clients.policy import ClientPolicy
 from flower_dp.clients.refusal_messages import SEE_LOG, Declined, contained
 from flower_dp.clients.reply.pipeline import failure
 from flower_dp.core import checks
-from flower_dp.privacy.client_terms import ChargeRefusal, ClientTerms, value_of
+from flower_dp.privacy.client_terms import ChargeRefusal, ClientTerms, ReplyTerms, value_of
 from flower_dp.privacy.device_store import DeviceLedger, ReplyNumber, evaluation_account, owner_of
 from flower_dp.wire import DECLINED, REPEATED, Instruction, LocalRequest, Promise, Refusal
 
@@ -31,8 +31,9 @@ KEY = "flower-dp.account"
 # The key of the node's config, which the device's owner writes and no server can change.
 LEDGER_PATH = "ledger-path"
 
-_COLUMNS = ("clients", "replies", "terms")
-_Columns = tuple[list[str], list[Annotated[int, msgspec.Meta(ge=1)]], list[str]]
+_COLUMNS = ("clients", "replies", "terms", "last")
+_Count = Annotated[int, msgspec.Meta(ge=0)]
+_Columns = tuple[list[str], list[Annotated[int, msgspec.Meta(ge=1)]], list[str], list[_Count]]
 
 # One file for all clients of a node, or one each, by the client's name.
 LedgerPaths = str | os.PathLike[str] | Mapping[str, str | os.PathLike[str]]
@@ -50,8 +51,8 @@ class NodeStateAccounts:
         record: Mapping[str, Any] = state.config_records.get(KEY, {name: [] for name in _COLUMNS})
         try:
             columns = msgspec.convert([record.get(name) for name in _COLUMNS], _Columns)
-            self._entries: dict[str, tuple[int, str]] = {
-                name: (replies, terms) for name, replies, terms in zip(*columns, strict=True)
+            self._entries: dict[str, tuple[int, str, int]] = {
+                name: (replies, terms, last) for name, replies, terms, last in zip(*columns, strict=True)
             }
             whole = len(self._entries) == len(columns[0])  # no client twice
         except (ValueError, msgspec.ValidationError):
@@ -61,35 +62,40 @@ class NodeStateAccounts:
 
     def replies(self, name: str) -> int:
         """Return the number of replies that a client has been charged for."""
-        return self._entries.get(name, (0, ""))[0]
+        return self._entries.get(name, (0, "", 0))[0]
 
-    def charge(self, asked: Mapping[str, ClientTerms], numbered: Mapping[str, ReplyNumber]) -> dict[str, Refusal]:
+    def charge(self, asked: Mapping[str, ReplyTerms], numbered: Mapping[str, ReplyNumber]) -> dict[str, Refusal]:
         """Charge one reply to each client whose budget covers it, for good: the charge is in the node's state on return.
 
         Call it before anything is computed from the clients' records.
 
         Args:
             asked: terms of the requested clients, by name.
-            numbered: number of each reply by the server's count; the state keeps none of them.
+            numbered: number of each reply by the server's count; the state keeps the last one, for clients with a separation.
 
         Returns:
             Refusals of the clients that can't pay, by name; they must not reply.
         """
         refused, paid = {}, {}
         for name, terms in asked.items():
-            spent, opened = self._entries.get(name, (0, None))
-            if reason := terms.refusal_reason(spent, opened):
+            (spent, opened, last), of = self._entries.get(name, (0, None, 0)), numbered[name]
+            reason = terms.refusal_reason(spent, opened) or of.early_reason(last)
+            if of.separation and of.number <= last:
+                public = f"reply in round {of.number} of run {of.run} was counted before, or comes before one that was"
+                reason = ChargeRefusal(public=public, own=f"{public}; the last one was in round {last}", repeated=True)
+            if reason:
                 refused[name] = _refusal(name, reason)
             else:
-                paid[name] = (spent + 1, opened or terms.text)
+                paid[name] = (spent + 1, opened or terms.text, of.number)
         self.note(paid)
         return refused
 
-    def note(self, paid: Mapping[str, tuple[int, str]]) -> None:
-        """Record the numbers of replies that clients have been charged for, and their terms."""
+    def note(self, paid: Mapping[str, tuple[int, str, int]]) -> None:
+        """Record numbers of replies that clients have been charged for, their terms, and the numbers of their last replies."""
         self._entries |= paid
-        replies, terms = [count for count, _ in self._entries.values()], [text for _, text in self._entries.values()]
-        self._state[KEY] = ConfigRecord(dict(zip(_COLUMNS, (list(self._entries), replies, terms), strict=True)))
+        entries = self._entries.values()
+        replies, terms, last = [each[0] for each in entries], [each[1] for each in entries], [each[2] for each in entries]
+        self._state[KEY] = ConfigRecord(dict(zip(_COLUMNS, (list(self._entries), replies, terms, last), strict=True)))
 
 
 class LedgerFileAccounts:
@@ -107,7 +113,7 @@ class LedgerFileAccounts:
         self._files = files
         self._seen = NodeStateAccounts(state)
 
-    def charge(self, asked: Mapping[str, ClientTerms], numbered: Mapping[str, ReplyNumber]) -> dict[str, Refusal]:
+    def charge(self, asked: Mapping[str, ReplyTerms], numbered: Mapping[str, ReplyNumber]) -> dict[str, Refusal]:
         """Charge as `NodeStateAccounts.charge`; the charge is on the disk on return."""
         refused: dict[str, Refusal] = {}
         by_file: dict[Path, list[str]] = {}
@@ -121,7 +127,7 @@ class LedgerFileAccounts:
                 log.error("%s: no reply of %s", error, ", ".join(names))
                 refused |= dict.fromkeys(names, Refusal(reason=f"its ledger can't be used; {SEE_LOG}"))
                 continue
-            self._seen.note({name: (count, asked[name].text) for name, count in counts.items()})
+            self._seen.note({name: (count, asked[name].text, numbered[name].number) for name, count in counts.items()})
             for name, reason in spent.items():
                 refused[name] = _refusal(name, reason)
         return refused
@@ -152,7 +158,7 @@ def account_of(own: LedgerPaths | None, names: Iterable[str], context: Context |
     if context is None:
         raise Declined("context: this client has no account; pass context=context to it, or use flower_dp.clients.client_app")
     if taken := next((name for name in listed if owner_of(name) != name), None):
-        raise Declined(f"client {taken!r}: its name is that of an account of evaluations; choose another")
+        raise Declined(f"client {taken!r}: its name is that of another account of a client; choose another")
     ledger = ledger_of(own, listed, context)
     return NodeStateAccounts(context.state) if ledger is None else LedgerFileAccounts(ledger_files(ledger, listed), context.state)
 

@@ -9,7 +9,7 @@ from flwr.app import Context
 from torch import Tensor, nn
 
 from flower_dp import wire
-from flower_dp.clients import answering
+from flower_dp.clients import answering, participation
 from flower_dp.clients.node_client import HostingClient
 from flower_dp.clients.policy import ClientPolicy
 from flower_dp.clients.reply.client_level import CLIENT_LEVEL
@@ -90,8 +90,9 @@ class DPClient(HostingClient):
             number, such as this node's expected cohort size. None: at most 64.
         metrics: the model and one client's records -> its metrics, for private evaluation; by default `loss`, and `accuracy`
             if targets are classes.
-        context: context of the node. With it the client refuses a node whose config names a ledger, because it keeps no account;
-            `client_app` attaches it itself.
+        context: context of the node, with the account of the clients' participations in runs with a minimum separation. In other
+            runs the client refuses to train if the node's config names a ledger, because it counts nothing there. `client_app`
+            attaches it itself.
 
     Example:
         >>> import torch
@@ -104,7 +105,7 @@ class DPClient(HostingClient):
         ...     policy=ClientPolicy(max_clip_norm=1.0, min_noise_multiplier=0.8),
         ... )
         >>> client.methods
-        ('dp-fedavg', 'dp-fedsam', 'fed-smp', 'private-evaluation')
+        ('dp-fedavg', 'dp-fedsam', 'dp-ftrl', 'fed-smp', 'private-evaluation')
     """
 
     def __init__(
@@ -135,6 +136,10 @@ class DPClient(HostingClient):
         self.group_size = group_size
         self.metrics = metrics or loss_and_accuracy(training.loss)
 
+    def attach(self, context: Context) -> None:
+        """Receive the context of the node, with its state and the settings of the device's owner."""
+        self.context = context
+
     @property
     def methods(self) -> tuple[str, ...]:
         """The methods with one noised sum of clipped updates, and private evaluation."""
@@ -156,7 +161,10 @@ class DPClient(HostingClient):
         length = vector.numel()
         if ask.metrics is not None:
             train, length = MetricRows(model=self.model, metrics=self.metrics, bounds=ask.metrics), ask.metrics.num_counted
-        hosted, refused = self._hosted(instruction.clients)
+        own = [name for name in instruction.clients if name in self.clients]
+        refused = participation.refusals(instruction, own, self.context)
+        hosted, unknown = self._hosted(name for name in instruction.clients if name not in refused)
+        refused |= unknown
         jobs = [
             ClientJob(
                 name=name,

@@ -10,6 +10,8 @@ from flower_dp.wire import ReleaseRequest
 
 # The relative difference between two ways to compute one ratio.
 _ROUNDING = 1e-9
+# Limits that are whole numbers, at least 1.
+_WHOLE = ("max_shares", "min_separation", "max_participations")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +37,11 @@ class ClientPolicy:
         max_shares: maximum number of shares that may make up the noise of a release. This client itself must then add noise of
             std (noise multiplier promised x clip norm) / sqrt(max_shares) at least, in training and in evaluations, whatever the
             clip norm. So it refuses a server that counts on more clients than there are, and central placement.
+        min_separation: minimum difference of the numbers of two rounds in which this client replies. It then refuses training
+            without a minimum separation, or with a smaller one.
+        max_participations: maximum number of this client's replies in a run; it then refuses training that may ask it more often.
+        whole_run: whether one event must cover all rounds of a run, as for noise that is correlated over rounds. The noise
+            multiplier is then that of the run; it refuses training in which it is that of each round.
         allow_metrics: whether training metrics may be sent if the server requests them; they are not private.
         allow_evaluation: whether to take part in private evaluations.
         min_evaluation_noise_multiplier: minimum noise multiplier that the server must promise for a private evaluation; None:
@@ -60,6 +67,9 @@ class ClientPolicy:
     min_noise_multiplier: float | None = None
     min_noise_std: float | None = None
     max_shares: int | None = None
+    min_separation: int | None = None
+    max_participations: int | None = None
+    whole_run: bool = False
     allow_metrics: bool = False
     allow_evaluation: bool = True
     min_evaluation_noise_multiplier: float | None = None
@@ -67,13 +77,14 @@ class ClientPolicy:
 
     def __post_init__(self) -> None:
         for name, limit in self._limits.items():
-            if name == "max_shares":
+            if name in _WHOLE:
                 checks.integer(name, limit, at_least=1)
             else:
                 checks.number(name, limit, **({"above": 0} if "clip" in name else {"at_least": 0}))
         if self.max_clip_norm is not None and self.min_clip_norm is not None:
             checks.number("min_clip_norm", self.min_clip_norm, at_most=self.max_clip_norm)
         checks.flag("allow_metrics", self.allow_metrics)
+        checks.flag("whole_run", self.whole_run)
         checks.flag("allow_evaluation", self.allow_evaluation)
         if self.min_noise_std and self.max_clip_norm is None:
             problem = "protects nothing while the server chooses the clip norm; set max_clip_norm too"
@@ -106,6 +117,17 @@ class ClientPolicy:
         """
         self._check_clip(ask)
         self._check_noise(ask, "training", "min_noise_multiplier", self.min_noise_multiplier, self._least_std(ask))
+        self._check_separation(ask)
+
+    def _check_separation(self, ask: ReleaseRequest) -> None:
+        kept = ask.separation
+        if self.whole_run and not (kept and kept.whole_run):
+            raise Declined("whole_run=False: this client's policy requires noise of which one event covers all rounds")
+        separation = 0 if kept is None else kept.min_separation
+        _at_least(f"min_separation={separation}", separation, self.min_separation)
+        most = math.inf if kept is None or kept.max_participations is None else kept.max_participations
+        if self.max_participations is not None and most > self.max_participations:
+            raise Declined(f"max_participations={most}: this client's policy allows at most {self.max_participations}")
 
     def _least_std(self, ask: ReleaseRequest) -> float | None:
         """Return the minimum std of this client's own noise in training, in proportion to the row under an adaptive clip norm."""
@@ -120,6 +142,7 @@ class ClientPolicy:
             Declined: naming the limit and the requested value.
         """
         self._check_clip(ask)
+        self._check_separation(ask)
         if self.min_noise_std:
             raise Declined(f"min_noise_std={self.min_noise_std:g}: this client's noise follows from its own budget alone")
 

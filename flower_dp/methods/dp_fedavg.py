@@ -25,5 +25,5 @@ METHOD = Method(
         "dp-fedavg, BLUR and LUS": {"blur_strength": 0.1},
     },
     canaries="clients",
-    samplings=("poisson", "fixed-size", "full", "round-robin"),
+    samplings=("poisson", "fixed-size", "full", "round-robin", "minimum-separation"),
 )

@@ -21,5 +21,5 @@ METHOD = Method(
         "dp-fedsam, quantized": _LOSSY | {"quantization_levels": 10},
     },
     canaries="clients",
-    samplings=("poisson", "fixed-size", "full", "round-robin"),
+    samplings=("poisson", "fixed-size", "full", "round-robin", "minimum-separation"),
 )

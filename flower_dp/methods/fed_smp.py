@@ -16,5 +16,5 @@ METHOD = Method(
         | {"noise_multiplier": SHARED_NOISE * math.sqrt(2), "rounds": 2, "keep_ratio": 0.5, "mask": "top-k"},
     },
     canaries="clients",
-    samplings=("poisson", "fixed-size", "full", "round-robin"),
+    samplings=("poisson", "fixed-size", "full", "round-robin", "minimum-separation"),
 )

@@ -66,9 +66,9 @@ def real(*, each: bool = False, default: Any = MISSING, **bounds: float | str) -
     return _key(checks.number, "a finite number", each, default, **bounds)
 
 
-def word(*valid: str) -> Any:
+def word(*valid: str, default: Any = MISSING) -> Any:
     """Define a key whose value is one of some words."""
-    return _key(checks.one_of, f"one of {', '.join(valid)}", each=False, default=MISSING, valid=valid)
+    return _key(checks.one_of, f"one of {', '.join(valid)}", each=False, default=default, valid=valid)
 
 
 def _key(check: Callable[..., Any], wanted: str, each: bool, default: Any, **bounds: Any) -> Any:

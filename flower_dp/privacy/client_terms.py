@@ -11,7 +11,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, Protocol
 
 from flower_dp.core import checks, dp_events
 from flower_dp.core.sampling import Sampler
@@ -41,6 +41,24 @@ class ChargeRefusal:
     public: str
     own: str
     repeated: bool = False
+
+
+class ReplyTerms(Protocol):
+    """The terms by which an account is charged for a client's replies."""
+
+    @property
+    def release(self) -> Release:
+        """One release, for its unit and relation."""
+
+    @property
+    def text(self) -> str:
+        """Terms as one line, which begins with the largest number of replies; different terms have different lines."""
+
+    def event_of(self, number: int) -> dp_events.DpEvent:
+        """Return the event of reply `number` of an account, from 1."""
+
+    def refusal_reason(self, replies: int, opened: str | None) -> ChargeRefusal | None:
+        """Return the reason why a client can't be charged for another reply: see `ClientTerms`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,6 +91,10 @@ class ClientTerms:
         """Event of one reply."""
         event = self.release.event(1)
         return event if self.num_releases == 1 else accounting.repeated(event, self.num_releases)
+
+    def event_of(self, number: int) -> dp_events.DpEvent:
+        """Return the event of reply `number` of an account; all replies cost the same."""
+        return self.event
 
     @property
     def fingerprint(self) -> str:

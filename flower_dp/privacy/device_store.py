@@ -5,6 +5,7 @@ own number of the reply: a server that resumes from an older copy of its ledger 
 """
 
 import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import NamedTuple
 
 from flower_dp.core import dp_events
 from flower_dp.privacy.charges import Charge, CostScope, History
-from flower_dp.privacy.client_terms import ChargeRefusal, ClientTerms, num_replies_of
+from flower_dp.privacy.client_terms import ChargeRefusal, ReplyTerms, num_replies_of
 from flower_dp.privacy.events import Relation
 from flower_dp.privacy.ledger_tables import naming
 from flower_dp.privacy.private_file import LedgerError
@@ -20,6 +21,8 @@ from flower_dp.privacy.store import Store
 
 _TRAINING, _EVALUATION = "training", "evaluation"
 _SUFFIX = f", {_EVALUATION}"
+# The ends of the names of accounts beside a client's own for training.
+_ACCOUNT = re.compile(r", (evaluation|run [0-9a-f]+)$")
 # Seconds that a reply waits for other processes of its device.
 _LOCK_SECONDS = 10.0
 
@@ -29,16 +32,32 @@ def evaluation_account(name: str) -> str:
     return name + _SUFFIX
 
 
+def participation_account(name: str, run: str) -> str:
+    """Return the name of a client's account for the participations in one run, whose noise is not the client's own."""
+    return f"{name}, run {run}"
+
+
 def owner_of(account: str) -> str:
     """Return the name of an account's client."""
-    return account.removesuffix(_SUFFIX)
+    return _ACCOUNT.sub("", account)
 
 
 class ReplyNumber(NamedTuple):
-    """The number of a client's reply by the server's count: the id of the run, and 1, 2, ... in it."""
+    """The number of a client's reply by the server's count: the id of the run, and 1, 2, ... in it.
+
+    `separation` is the least difference from the number of the client's last reply in the run; 0 if there is none to keep.
+    """
 
     run: str
     number: int
+    separation: int = 0
+
+    def early_reason(self, last: int) -> ChargeRefusal | None:
+        """Return the reason why a reply comes too early after the client's reply `last`; None if it does not, or `last` is 0."""
+        if not last < self.number < last + self.separation or not last:
+            return None
+        reason = f"reply in round {self.number} of run {self.run} would be the second within {self.separation} rounds"
+        return ChargeRefusal(public=reason, own=f"{reason}; the last one was in round {last}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,7 +94,7 @@ class ClientAccount:
         A round that was charged and never arrived makes the next number larger, never smaller.
         """
         if asked.number > self.runs.get(asked.run, 0):
-            return None
+            return asked.early_reason(self.runs.get(asked.run, 0))
         cause = "the server's ledger is an older copy, or the message came twice"
         reason = f"reply {asked.number} of run {asked.run} was charged before; {cause}"
         return ChargeRefusal(public=reason, own=f"{reason}; the last one was {self.runs[asked.run]}", repeated=True)
@@ -126,13 +145,13 @@ class DeviceLedger:
 
         Raises:
             LedgerError: if the file exists, or can't be written.
-            ValueError: if there is no name, an empty one, one twice, or the name of a client's account for evaluations.
+            ValueError: if there is no name, an empty one, one twice, or the name of an account beside a client's own.
         """
         listed = list(names)
         if not listed or not all(isinstance(name, str) and name.strip() for name in listed) or len(set(listed)) != len(listed):
             raise ValueError(f"names={listed}: must be names of clients, at least one, none of them empty or twice")
         if of_evaluation := [name for name in listed if owner_of(name) != name]:  # its charges would count for another client
-            raise ValueError(f"names={of_evaluation[0]!r}: must not end with {_SUFFIX!r}, as accounts for evaluations do")
+            raise ValueError(f"names={of_evaluation[0]!r}: must not end with {_SUFFIX!r} or ', run ...', as other accounts do")
         Store.create(path, clients=listed)
         return cls(path)
 
@@ -146,7 +165,7 @@ class DeviceLedger:
             return _entries(store)
 
     def charge(
-        self, asked: Mapping[str, ClientTerms], numbered: Mapping[str, ReplyNumber], *, at_least: Mapping[str, int] | None = None
+        self, asked: Mapping[str, ReplyTerms], numbered: Mapping[str, ReplyNumber], *, at_least: Mapping[str, int] | None = None
     ) -> tuple[dict[str, ChargeRefusal], dict[str, int]]:
         """Charge one reply to each account whose terms allow it. The charges are on the disk when this returns.
 
@@ -174,7 +193,7 @@ class DeviceLedger:
                 for account in asked:
                     if owner_of(account) not in store.clients:
                         names = ", ".join(sorted(store.clients))
-                        raise LedgerError(f"has no account of client {account!r}; it is the ledger of {names}")
+                        raise LedgerError(f"has no account of client {owner_of(account)!r}; it is the ledger of {names}")
                     replies, known = entries.get(account, _EMPTY).replies, (at_least or {}).get(account, 0)
                     if replies < known:
                         older = f"it is an older copy, for there were {known}"
@@ -197,20 +216,20 @@ class DeviceLedger:
 _EMPTY = ClientAccount()
 
 
-def _charge(account: str, terms: ClientTerms, entry: ClientAccount, number: int) -> Charge:
+def _charge(account: str, terms: ReplyTerms, entry: ClientAccount, number: int) -> Charge:
     """Return the charge of one more reply, without its owner.
 
     The charge has the terms that opened the account, so that many small differences never add up to a large one, and the event of
     its own noise.
     """
     return Charge(
-        release=_TRAINING if owner_of(account) == account else _EVALUATION,
+        release=_TRAINING if (owner := owner_of(account)) == account else account.removeprefix(f"{owner}, "),
         number=entry.replies + 1,
         server_round=number,
         fingerprint=entry.terms or terms.text,
         scope=CostScope(unit=terms.release.unit, relation=terms.release.relation),
         owners=(),
-        events=(terms.event,),
+        events=(terms.event_of(entry.replies + 1),),
     )
 
 
@@ -226,6 +245,6 @@ def _entries(store: Store) -> dict[str, ClientAccount]:
         entries = dict.fromkeys(store.clients, _EMPTY)
         for run, charge in store.each:
             for owner, event in charge.by_owner.items():
-                account = owner if charge.release == _TRAINING else evaluation_account(owner)
+                account = owner if charge.release == _TRAINING else f"{owner}, {charge.release}"
                 entries[account] = entries.get(account, _EMPTY).after(run, charge, event)
         return entries

@@ -52,7 +52,7 @@ def read_update_norms(run: RunContents) -> UpdateNorms:
     if not means and not clips:
         raise ValueError(
             f"{run.folder}: has no norms of updates; run it again with --set report-client-metrics=true and a method that clips "
-            "updates (dp-fedavg, dp-fedsam, fed-smp): clients then report the norms, without noise, and the statement says so"
+            "updates (dp-fedavg, dp-fedsam, dp-ftrl, fed-smp): clients then report the norms without noise; the statement says so"
         )
     rounds = sorted(means)
     mean = np.asarray([means[at] for at in rounds])

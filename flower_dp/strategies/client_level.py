@@ -10,6 +10,7 @@ from typing import Self
 
 from flower_dp.core import checks, dp_events
 from flower_dp.core.noise import Generator
+from flower_dp.core.participation import MinimumSeparationSampling
 from flower_dp.core.sampling import FixedSizeSampling, FullSampling, PoissonSampling
 from flower_dp.privacy import accounting
 from flower_dp.privacy.accounting import PrivacyCost, relies_on_secret_sampling
@@ -111,6 +112,7 @@ class ClientLevelRules:
         """
         if num_rounds is None or self._planned.num_rounds == num_rounds:
             return self
+        self.noise.check_rounds(num_rounds)
         if self.budget is not None:
             self.budget.check_rounds(num_rounds)
         rules = copy.copy(self)
@@ -145,6 +147,8 @@ class ClientLevelRules:
         if self.training.has_fixed_order and server_round != number:
             # A caller's round number must not choose the cohort: cohort and charge follow the number of charged rounds.
             return f"with {self.training.sampling} it must be round {number}"
+        if (reason := self.noise.stop_reason(number)) is not None:
+            return reason
         if self.target_epsilon is None or (cohort_size is None) == self.noise.num_shares_varies:
             return None
         shares = None if cohort_size is None else self.noise.shares(cohort_size)
@@ -219,6 +223,7 @@ class ClientLevelRules:
             "noise_multiplier": release.mechanism.noise_multiplier,
             "noise_std_of_the_sum": release.noise_scale,
             "noise_std_of_the_mean": release.noise_scale / release.expected_cohort_size,
+            **self.noise.numbers,
         }
         if self.budget is not None:
             noise |= {"calibrated_for_epsilon": self.budget.epsilon, "calibrated_for_rounds": self.budget.num_rounds}
@@ -297,8 +302,11 @@ def _adversaries(rules: ClientLevelRules, charges: Charges, inside: PrivacyCost,
             evaluated = replace(share, clip_norm=1.0, mechanism=Gaussian(noise_multiplier=evaluation.noise.min_share_std))
             event = dp_events.ComposedDpEvent([event, accounting.repeated(evaluated.event(1), charges.number(evaluation.name))])
         server, std = accounting.epsilon(event, delta=delta, relation=release.relation), share.noise_scale
-    sees_as_client = f"what outsiders see{knows}; each alone, as if selected in every round"
-    least = min(rules.least_noise_multiplier(charges), release.mechanism.noise_multiplier) * release.clip_norm
+    separated = isinstance(release.sampler, MinimumSeparationSampling)
+    often = "asked as often as the separation allows" if separated else "selected in every round"
+    sees_as_client = f"what outsiders see{knows}; each alone, as if {often}"
+    rows = math.inf if rules.noise.numbers else rules.least_noise_multiplier(charges)  # the one event is not that of a round
+    least = min(rows, release.mechanism.noise_multiplier) * release.clip_norm
     return (
         Adversary.of("outsiders", outside, view=f"{published}{secret}", lowest_noise_std=release.noise_scale),
         Adversary.of("participants", inside, view=sees_as_client, lowest_noise_std=least),
@@ -309,8 +317,8 @@ def _adversaries(rules: ClientLevelRules, charges: Charges, inside: PrivacyCost,
 def _paper(rules: ClientLevelRules, charges: Charges, run: RunFacts) -> PaperEpsilon | None:
     """Return the paper's RDP epsilon of the same rounds, with a check of its assumptions."""
     release = rules.release
-    if not release.mechanism.noise_multiplier or not rules.num_rounds(charges):
-        return None
+    if not release.mechanism.noise_multiplier or not rules.num_rounds(charges) or rules.noise.numbers:
+        return None  # with correlated noise there is no such formula
     sampling_rate = release.expected_cohort_size / release.num_units
     # The paper samples without replacement and accounts as if by Poisson, add-or-remove-one.
     as_poisson = PoissonSampling(sampling_rate=sampling_rate).event(release.mechanism.event(), 1, release.num_units)
@@ -358,7 +366,7 @@ def _assumptions(rules: ClientLevelRules, run: RunFacts, sampling_counts: bool) 
             f"Adversaries may know who takes part{where}, so {its}epsilon claims no amplification by sampling. Neighboring runs "
             f"differ in one client, whose update is replaced by {other}."
         )
-    elif release.expected_cohort_size < release.num_units and sampling_counts:
+    elif rules.training.cohort_is_secret and release.expected_cohort_size < release.num_units and sampling_counts:
         size = " or its size" if release.sampler.cohort_size_is_secret else ""
         lines.append(f"No outsider or participant learns a round's cohort{size}, whether from logs, from timing or otherwise.")
         lines += _of_fixed_size(release, "training")
@@ -372,6 +380,16 @@ def _assumptions(rules: ClientLevelRules, run: RunFacts, sampling_counts: bool) 
             "Epsilon is therefore that of a fixed clip norm. Clip norm, joint norm of update and indicator, and noise std are "
             "stated at the minimum clip norm and grow in proportion to it."
         )
+    if isinstance(separated := release.sampler, MinimumSeparationSampling):
+        most = rules.noise.max_participations or separated.max_participations
+        often = f"more than {most} times, or " if most else ""
+        other = "zero" if release.relation == "add-or-remove-one" else "any others"
+        lines.append(
+            f"No client takes part {often}again within {separated.min_separation} rounds. The server counts by client name, when "
+            "it asks. Which clients are connected does not depend on their data. Neighboring runs differ in one client, whose "
+            f"updates are replaced by {other}; the rounds in which it is asked are the same."
+        )
+    lines += rules.noise.assumptions
     lines += delta_warning(delta, max(release.num_units, run.num_known), "client")  # more may have joined
     return [*lines, *seeded(run)]
 

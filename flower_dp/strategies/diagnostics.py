@@ -60,7 +60,7 @@ def log_start(rules: MethodRules, known_clients: KnownClients, model: wire.Model
         log.warning("%s", line, extra=SHOWN)
     noise, signal = rules.noise_and_signal_norms(dimension)
     log.info("Round 1: the noise on the mean has norm %.3g, the mean itself at most %.3g", noise, signal)
-    if noise > signal:
+    if noise > signal and not getattr(rules.releases[0], "noise_cancels", False):
         log.warning(
             "Noise on the mean is %.1f times the largest possible noiseless mean, so one round teaches little. Try more clients "
             "per round, less noise, a smaller model, or more rounds within the budget.",

@@ -3,6 +3,7 @@
 from typing import Unpack
 
 from flower_dp.core.sampling import Sampler
+from flower_dp.planning.correlated_noise import CorrelatedNoise
 from flower_dp.privacy.events import Relation
 from flower_dp.strategies.calibration import noise_of
 from flower_dp.strategies.client_level import ClientLevelRules
@@ -26,7 +27,7 @@ class DPFedAvg(DPStrategy):
         noise_multiplier: std of the noise on the sum / clip_norm; 0 runs without privacy, and the statement says so.
         epsilon: epsilon target, in place of `noise_multiplier`. The noise is the least with which `num_rounds` rounds cost at
             most this, with their private evaluations; the run ends before a round that would exceed it.
-        num_rounds: rounds of the run, with `epsilon` only; `start` must be given the same number.
+        num_rounds: rounds of the run, with `epsilon` or `noise` only; `start` must be given the same number.
         sampling: sampler of a round's cohort, from `flower_dp.core.sampling`.
         num_clients: number of clients; the run waits until that many have registered.
         delta: the delta at which epsilon is stated, in (0, 1).
@@ -38,6 +39,7 @@ class DPFedAvg(DPStrategy):
             accounting claims no amplification by sampling.
         min_reply_ratio: fraction of the selected clients that must reply, with `server_completes_noise=False` only; 0.75 by
             default. These replies alone hold the noise of the release. With fewer replies the round is charged and not released.
+        noise: kind of noise that is correlated over the rounds, as in `DPFTRL`; None for independent noise.
         options: options of every strategy: see `StrategyOptions`.
 
     Raises:
@@ -70,10 +72,12 @@ class DPFedAvg(DPStrategy):
         placement: str = "central",
         server_completes_noise: bool = True,
         min_reply_ratio: float | None = None,
+        noise: CorrelatedNoise | None = None,
         **options: Unpack[StrategyOptions],
     ) -> None:
         evaluation = options.get("evaluation")
-        noise = noise_of(noise_multiplier, epsilon, num_rounds, target_epsilon=target_epsilon, evaluation=evaluation)
+        rounds = num_rounds if noise is None or epsilon is not None else None
+        level = noise_of(noise_multiplier, epsilon, rounds, target_epsilon=target_epsilon, evaluation=evaluation)
         updates = ClippedUpdates(
             clip_norm=clip_norm,
             sampling=sampling,
@@ -82,8 +86,10 @@ class DPFedAvg(DPStrategy):
             placement=placement,
             server_completes_noise=server_completes_noise,
             min_reply_ratio=min_reply_ratio,
+            noise=noise,
+            num_rounds=num_rounds,
         )
         rules = ClientLevelRules(
-            "dp-fedavg", "DP-FedAvg", updates, noise, delta=delta, target_epsilon=target_epsilon, evaluation=evaluation
+            "dp-fedavg", "DP-FedAvg", updates, level, delta=delta, target_epsilon=target_epsilon, evaluation=evaluation
         )
         super().__init__(rules, **options)

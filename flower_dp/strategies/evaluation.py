@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from flower_dp import wire
 from flower_dp.core import checks
 from flower_dp.core.metric_bounds import MetricBounds
 from flower_dp.core.noise import Generator
+from flower_dp.core.participation import MinimumSeparationSampling
 from flower_dp.core.sampling import FullSampling, Sampler, check_sampler
+from flower_dp.privacy import release as privacy
 from flower_dp.privacy.charges import Charges
 from flower_dp.privacy.evaluation_budget import EvaluationBudget
 from flower_dp.privacy.mechanisms import Gaussian
@@ -19,7 +21,7 @@ from flower_dp.strategies.releases.left_out import RoundDiscarded
 from flower_dp.strategies.releases.noised_sum import NoisedSum, check_relation
 from flower_dp.strategies.releases.release import Release, RoundRequest
 from flower_dp.strategies.releases.replies import CollectedReplies
-from flower_dp.strategies.releases.shared_noise import NoiseSharing
+from flower_dp.strategies.releases.shared_noise import NoiseSharing, as_base
 from flower_dp.strategies.run_state import RunState
 
 
@@ -176,8 +178,12 @@ class NoisedSumEvaluation(NoisedSum):
             raise checks.BadValue("evaluation", f"evaluation: is a {type(plan).__name__}; {title} takes a PrivateEvaluation")
         trained, mechanism = shared.release, Gaussian(noise_multiplier=plan.noise_multiplier)
         check_relation(trained.relation, plan.sampling, trained.num_units)
-        release = replace(trained, clip_norm=1.0, mechanism=mechanism, sampler=plan.sampling)
-        noise = replace(shared, release=release, compresses_noised_updates=False)
+        if isinstance(plan.sampling, MinimumSeparationSampling):
+            why = "an evaluation keeps no separation; use PoissonSampling or FullSampling"
+            raise checks.refusal("sampling", plan.sampling, why)
+        # Made anew: the training's noise may be correlated, and its event may be that of all rounds.
+        release = as_base(trained, privacy.Release, clip_norm=1.0, mechanism=mechanism, sampler=plan.sampling)
+        noise = as_base(shared, NoiseSharing, release=release, compresses_noised_updates=False)
         metrics = MetricBounds(bounds=plan.metrics)
         return cls(name=wire.EVALUATION, noise=noise, metrics=metrics, plan=plan, training=training.name)
 

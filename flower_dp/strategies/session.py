@@ -14,6 +14,7 @@ from flwr.serverapp import Grid
 
 from flower_dp import wire
 from flower_dp.core.noise import Generator, noise_generator
+from flower_dp.core.participation import MinimumSeparationSampling
 from flower_dp.privacy.charges import Charges
 from flower_dp.privacy.private_file import LedgerError
 from flower_dp.strategies import diagnostics, run
@@ -24,7 +25,9 @@ from flower_dp.strategies.exchange.stream import Replies
 from flower_dp.strategies.journal import Journal
 from flower_dp.strategies.log import ChargeLog, MemoryLog, StoreLog
 from flower_dp.strategies.population.client_manager import ClientManager, KnownClients
+from flower_dp.strategies.population.client_query import is_simulation
 from flower_dp.strategies.population.eligibility import query_clients
+from flower_dp.strategies.releases.correlated_noise import SeparatedSum
 from flower_dp.strategies.releases.left_out import RoundDiscarded
 from flower_dp.strategies.releases.local_releases import LocalReleases
 from flower_dp.strategies.releases.release import Release, RoundRequest
@@ -82,6 +85,7 @@ class Session:
         self.finished: Mapping[str, int] = {}
         self._optimizer = optimizer
         self._manager: ClientManager | None = None
+        self._simulated = False
         self._own = RunState()
         self._initial = replace(self._own, optimizer=None if optimizer is None else optimizer.state)
         self.pending: dict[str, PendingRound] = {}
@@ -142,7 +146,13 @@ class Session:
         if self._manager is not None:
             return self._manager.known_clients(grid)
         self.open_ledger()
+        self._simulated = is_simulation(grid)
         self._manager, known = query_clients(grid, self.rules, on_shared_ledger=self.ledger is not None, **limits)
+        if isinstance(self.training, SeparatedSum) and self.training.past(self.current) and (names := known.named_by_node):
+            raise ValueError(
+                f"client {names[0]!r} is named by its node's id, which is new in a resumed run: its participations would count "
+                "for another name; give every client its own name, such as privacy_mod(name=...)"
+            )
         self.register_clients(known.names)
         for release in self.rules.releases:  # refuses clients whom a release can't draw from, before any charge
             _, state = release.cohort(self.current, known.names, self.generator("check", release.name))
@@ -190,6 +200,11 @@ class Session:
             raise RuntimeError(
                 f"state: round {asked.now.server_round} of {name} is open, and another state would lack its charge: finish the "
                 "round with its replies, or with none, before you set a state; begin() starts a new run"
+            )
+        if state.secret and not self.log.charges.last:
+            raise LedgerError(
+                "state: has noise that later rounds use again, and a copy elsewhere may have continued the run; resume it with "
+                "checkpoint_dir and resume=True"
             )
         same = (state.names, state.planned_rounds) == (self._own.names, self._own.planned_rounds)
         rules = self.rules if same else self._rules.with_clients(state.names, state.planned_rounds)
@@ -273,8 +288,12 @@ class Session:
         self, release: Release, known_clients: KnownClients, *purpose: object
     ) -> tuple[RunState, dict[int, tuple[str, ...]]]:
         """Draw the cohort of a release's next round; return the next state, for `ask`, and the cohort by node."""
-        chosen, after = release.cohort(self.current, known_clients.names, self.generator(*purpose))
-        return self.current.with_release(release.name, after), known_clients.by_node(chosen)
+        names, places = known_clients.names, None
+        if isinstance(release.sampling, MinimumSeparationSampling):  # nothing depends on a sampling rate
+            places = known_clients.connected(by_name=not self._simulated)
+            names = tuple(names[place] for place in places)
+        chosen, after = release.cohort(self.current, names, self.generator(*purpose))
+        return self.current.with_release(release.name, after), known_clients.by_node(chosen if places is None else places[chosen])
 
     def ask(
         self,

@@ -24,6 +24,7 @@ from flower_dp.wire.ask import Indicator as Indicator
 from flower_dp.wire.ask import LocalRequest as LocalRequest
 from flower_dp.wire.ask import Promise as Promise
 from flower_dp.wire.ask import ReleaseRequest as ReleaseRequest
+from flower_dp.wire.ask import Separation as Separation
 from flower_dp.wire.hosted import HostedClients as HostedClients
 from flower_dp.wire.hosted import hosted_of as hosted_of
 from flower_dp.wire.instruction import EVALUATION as EVALUATION

@@ -37,7 +37,8 @@ class Promise(Part, frozen=True, kw_only=True):
 
     Attributes:
         clip_norm: bound on the norm of every client's, or every record's, contribution; above 0.
-        noise_multiplier: noise scale of the release / clip norm; 0 for a release without noise.
+        noise_multiplier: noise scale of the release / clip norm; 0 for a release without noise. If one event covers all rounds,
+            it is that of the whole run.
 
     Raises:
         ValueError: naming the value that is out of range.
@@ -128,6 +129,38 @@ class Indicator(Part, frozen=True, kw_only=True):
         return math.hypot(self.clip_norm, self.scale / 2) * (1 + _MARGIN)
 
 
+class Separation(Part, frozen=True, kw_only=True):
+    """The minimum separation that clients keep: each refuses a request that comes too early, or one too many.
+
+    Attributes:
+        number: number of the round in its run, from 1, by the server's charges.
+        min_separation: least difference of the numbers of two rounds in which a client replies.
+        max_participations: largest number of replies of a client in the run; None for any.
+        whole_run: whether the promised noise multiplier is that of all rounds together, as one release; else it is that of each.
+        run: id of the run, under which a device counts; empty before `ReleaseRequest.with_run_id`.
+
+    Raises:
+        ValueError: naming the value that is out of range.
+
+    Example:
+        >>> from flower_dp.wire import Separation
+        >>> Separation(number=5, min_separation=4).min_separation
+        4
+    """
+
+    number: int
+    min_separation: int
+    max_participations: int | None = None
+    whole_run: bool = False
+    run: str = ""
+
+    def __post_init__(self) -> None:
+        checks.integer("separation number", self.number, at_least=1, at_most=checks.MOST_COUNT)
+        checks.integer("min_separation", self.min_separation, at_least=1, at_most=checks.MOST_COUNT)
+        if self.max_participations is not None:
+            checks.integer("max_participations", self.max_participations, at_least=1, at_most=checks.MOST_COUNT)
+
+
 class ReleaseRequest(Part, frozen=True, kw_only=True):
     """The request of one release to its clients in one round.
 
@@ -146,6 +179,7 @@ class ReleaseRequest(Part, frozen=True, kw_only=True):
             bounds the norm of both together. None for a fixed clip norm.
         metrics: metrics that an evaluation requests, with their bounds; None in training.
         own: requests to single clients under `local`, by client name; empty otherwise.
+        separation: minimum separation that clients keep; None for none.
         vectors: vectors [d] that the method's clients need besides the model, finite float32, by name. They are sent as arrays
             behind the model's; the text has their names alone.
 
@@ -169,6 +203,7 @@ class ReleaseRequest(Part, frozen=True, kw_only=True):
     indicator: Indicator | None = None
     metrics: MetricBounds | None = None
     own: Mapping[str, LocalRequest] = field(default_factory=dict)
+    separation: Separation | None = None
     vectors: Vectors = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -188,7 +223,7 @@ class ReleaseRequest(Part, frozen=True, kw_only=True):
 
     def _rules(self) -> Iterator[tuple[str, bool]]:
         """Yield the error of every rule on several fields, and whether the rule holds."""
-        distributed, local = self.placement == "distributed", self.placement == "local"
+        central, distributed, local = (self.placement == each for each in PLACEMENTS)
         promise, evaluates, counts = self.promise, self.metrics is not None, self.indicator is not None
         compression = f"keep_ratio={self.keep_ratio:g}, quantization_levels={self.quantization_levels}"
         whole = self.keep_ratio == 1 and not self.quantization_levels
@@ -208,6 +243,10 @@ class ReleaseRequest(Part, frozen=True, kw_only=True):
 
         yield f"clip_norm={promise.clip_norm:g}: must be 1 for an evaluation", not evaluates or promise.clip_norm == 1
         yield f"metrics: do not go with vectors={list(self.vectors)}", not (evaluates and self.vectors)
+        separate = self.separation is None or not (evaluates or local)
+        yield "separation: must be set for the training of client-level methods alone", separate
+        whole_run = self.separation is not None and self.separation.whole_run
+        yield "whole_run: must be set for placement='central' alone, whose server adds all noise", not whole_run or central
         yield "metrics: do not go with a mask or an indicator", not (evaluates and (self.mask is not None or counts))
 
         bound = f"clip_norm={promise.clip_norm:g}: must be at least {joint:g}, the norm of update and indicator together"
@@ -218,7 +257,9 @@ class ReleaseRequest(Part, frozen=True, kw_only=True):
         yield f"{sent}: does not go with {compression}, since it is sent as it was noised", whole or not sent
 
     def with_run_id(self, run: str) -> Self:
-        """Return this request with the id of its run, for clients with terms of their own; others do not receive the id."""
+        """Return this request with the id of its run, for clients that keep an account; others do not receive the id."""
+        if self.separation is not None:
+            return replace(self, separation=replace(self.separation, run=run))
         return replace(self, own={name: replace(local, run=run) for name, local in self.own.items()}) if self.own else self
 
     def row_length(self, length: int) -> int:

@@ -33,7 +33,7 @@ from flower_dp.core.metric_bounds import MetricBounds
 from flower_dp.core.sampling import PoissonSampling
 from flower_dp.privacy import accounting
 from flower_dp.privacy.client_terms import ClientTerms
-from flower_dp.privacy.device_store import DeviceLedger
+from flower_dp.privacy.device_store import DeviceLedger, ReplyNumber
 from flower_dp.privacy.evaluation_budget import EvaluationBudget
 from flower_dp.privacy.events import Relation
 from flower_dp.privacy.fedsgd_dpc import gradient_terms
@@ -213,7 +213,7 @@ def test_a_client_is_not_named_as_an_account_of_evaluations(tmp_path: Any) -> No
     """Its replies would be charged to another client's evaluations."""
     name = "c0, evaluation"
     made = own_device(clients={name: records("c0")})
-    with pytest.raises(Declined, match="its name is that of an account of evaluations"):
+    with pytest.raises(Declined, match="its name is that of another account of a client"):
         made.answer(model(), config_of(local(name=name)))
 
 
@@ -488,9 +488,10 @@ def test_a_client_does_not_tell_its_own_terms() -> None:
     assert "are not this client's own" in reason
     assert " of 7" not in reason
     account = NodeStateAccounts(context.state)
-    account.note({"c0": (1, BUDGET.terms("c0", records("c0")).text)})
+    account.note({"c0": (1, BUDGET.terms("c0", records("c0")).text, 1)})
     own = BUDGET.terms("c0", records("c0", size=7))
-    assert account.charge({"c0": own}, {}) == {"c0": wire.Refusal(reason="its account was opened on other terms")}
+    numbered = {"c0": ReplyNumber(run="r", number=2)}
+    assert account.charge({"c0": own}, numbered) == {"c0": wire.Refusal(reason="its account was opened on other terms")}
 
 
 # An app's metrics are no sums over records

@@ -26,6 +26,7 @@ CLIENTS = 4
 RECORDS = 20
 NODE = {"partition-id": 1, "num-partitions": CLIENTS}
 SHARING = ("dp-fedavg", "dp-fedsam", "fed-smp")
+NO_BUDGET = (*SHARING, "dp-ftrl")
 
 
 def load_records(client: int, num_clients: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -50,12 +51,13 @@ OWN: dict[str, tuple[dict[str, Any], float, float]] = {
 
 def honest(method: str) -> dict[str, Any]:
     """A run-config that works for a method on four clients."""
-    sampling = {"fedsgd-dpc": "round-robin", "dp-fedpaq": "fixed-size", "scaffold": "fixed-size"}.get(method, "full")
+    drawn = {"fedsgd-dpc": "round-robin", "dp-fedpaq": "fixed-size", "scaffold": "fixed-size", "dp-ftrl": "minimum-separation"}
+    sampling = drawn.get(method, "full")
     run = {"method": method, "num-clients": CLIENTS, "num-rounds": 3, "sampling": sampling, "momentum": 0.0}
     run |= {"batch-size": 2} if method != "fedsgd-dpc" else {}
-    run |= {"cohort-size": 2} if sampling == "fixed-size" else {}
+    run |= {"cohort-size": 2} if sampling in ("fixed-size", "minimum-separation") else {}
     run |= {"learning-rate-decay": 0.0} if method in ("dp-fedpaq", "scaffold", "fedsgd-dpc") else {}
-    return run | ({f"{method}.delta": 1e-3} if method in SHARING else OWN[method][0])
+    return run | ({f"{method}.delta": 1e-3} if method in NO_BUDGET else OWN[method][0])
 
 
 KEYS = sorted(key for key in DEFAULTS if key not in NOT_READ)

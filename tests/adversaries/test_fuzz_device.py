@@ -56,7 +56,7 @@ BOUNDS = {"accuracy": 1.0, "loss": 4.0}
 # Everything that may be told of an error that is not one of `Declined`.
 FIXED = re.compile(rf"(training|evaluation|client_fn|reading the message|this client's app) failed; {SEE_LOG}")
 OWN = [method for method in METHODS if method.client is not None]
-LOCAL = [method for method in OWN if not method.target]
+LOCAL = [method for method in OWN if not (method.target or method.whole_run)]
 LOOSE = 1 + 1e-9
 # The longest text that leaves a device in the place of a reply.
 LONGEST = 1100
@@ -438,7 +438,7 @@ def assert_neighbors(rows: list[Row], others: list[Row]) -> None:
 
 @pytest.mark.slow
 @examples(16)
-@labels(lambda method: not method.target)
+@labels(lambda method: not (method.target or method.whole_run))
 @given(data=st.data())
 def test_no_message_moves_a_device_from_its_own_terms(label: str, data: st.DataObject) -> None:
     method = BY_LABEL[label]
@@ -455,7 +455,9 @@ def test_no_message_moves_a_device_from_its_own_terms(label: str, data: st.DataO
     terms = own_terms(method, "c0")
     if already := data.draw(st.integers(0, WORDS.replies)):
         for one in (device, twin):
-            NodeStateAccounts(one.context.state).note({name: (already, own_terms(method, name)["train"].text) for name in HOSTED})
+            NodeStateAccounts(one.context.state).note(
+                {name: (already, own_terms(method, name)["train"].text, already) for name in HOSTED}
+            )
     messages = data.draw(changed(label))
     for message in messages:
         kind, before = message.metadata.message_type, spent(device.context)

@@ -62,7 +62,7 @@ def test_a_table_is_all_the_devices_or_all_the_servers(method):
     assert own_settings(servers, {"partition-id": 0}) == servers
     evaluation = {f"private-evaluation.{key_of(field.name)}": field.default for field in fields(Evaluation)}
     for key in table:
-        mine = {key: "mine", "report-client-metrics": False}
+        mine = {key: "mine", "report-client-metrics": False} | ({"min-separation": 3} if method == "dp-ftrl" else {})
         assert own_settings(servers, mine) == {**table, **evaluation, **mine, "method": method, "seed": 3}
 
 
@@ -122,3 +122,14 @@ def test_a_device_that_sets_anything_evaluates_by_its_own_settings_alone(node, e
     run = {"method": "nbafl", "nbafl.paper-epsilon": 50.0, "private-evaluation.every": 2, "private-evaluation.epsilon": 9.0}
     own = own_settings(run, node)
     assert (own["private-evaluation.epsilon"], own["private-evaluation.every"]) == (epsilon, every)
+
+
+@pytest.mark.parametrize(("key", "lie"), [("min-separation", 1), ("max-participations", 99), ("num-rounds", 9)])
+def test_the_server_does_not_decide_how_often_a_device_takes_part(key, lie):
+    """The worth of a row of correlated noise depends on that."""
+    run, node = {"method": "dp-ftrl", key: lie}, {"num-partitions": 4, "dp-ftrl.noise-multiplier": 2.0, "min-separation": 3}
+    node.pop(key, None)
+    with pytest.raises(ValueError, match=rf"{key}.*: how often this device takes part, and so what the noise is worth"):
+        own_settings(run, node)
+    assert own_settings(run, {**node, key: lie})[key] == lie
+    assert own_settings(run, {"num-partitions": 4, "batch-size": 3})[key] == lie  # it has set no noise of its own

@@ -127,7 +127,7 @@ ON = {"private-evaluation.every": 1}
         ({**LAPLACE, "strong-convexity": 1.0}, "smoothness=0.0"),
         ({**LAPLACE, "local-epochs": 5}, "local-epochs=5: is not read by method='fedsgd-dpc'"),
         ({**NBAFL, "placement": "distributed"}, "placement='distributed': unknown setting"),
-        ({**NBAFL, "lus-keep-ratio": 0.5}, "is not read by method='nbafl', but by dp-fedavg, dp-fedsam, fed-smp$"),
+        ({**NBAFL, "lus-keep-ratio": 0.5}, "is not read by method='nbafl', but by dp-fedavg, dp-fedsam, dp-ftrl, fed-smp$"),
         (
             {"method": "dp-fedavg", "server-completes-noise": False},
             "server_completes_noise=False: is read with placement='distributed' only",
@@ -270,3 +270,32 @@ def test_a_group_on_a_gpu_has_as_many_clients_as_a_round_is_expected_to_draw_of_
     names = run.settings.client_names()[:hosted]
     node = run.client(run.model(), dict.fromkeys(names, data()), sizes_of(run))
     assert node.group_size == size
+
+
+def test_a_devices_policy_has_the_separation_of_its_own_settings():
+    words = {"method": "dp-ftrl", "num-clients": 20, "cohort-size": 2, "num-rounds": 8, "dp-ftrl.delta": 1e-3}
+    for changes, expected in (({}, (8, None)), ({"min-separation": 3, "max-participations": 2}, (3, 2))):
+        run = ParsedRunConfig.of({**DEFAULTS, **words, **changes})
+        policy = run.client(run.model(), {"client-00": range(9)}, dict).policy
+        assert (policy.min_separation, policy.max_participations) == expected
+        rules = run.strategy(dict).rules
+        assert policy.whole_run
+        assert 0.998 < policy.min_noise_multiplier * rules.noise.run_sensitivity / 2.0 <= 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"min-separation": 11}, "min-separation=11: cohort-size=2 of num-clients=20 can be full only with at most 10"),
+        (
+            {"num-rounds": 100, "max-participations": 9},
+            "max-participations=9: num-rounds=100 with cohort-size=2 needs 10 of each of num-clients=20",
+        ),
+        ({"cohort-size": 0}, "cohort-size=0: must be a whole number >= 1"),
+        ({"dp-ftrl.noise": "banded"}, "bands=0: must be set with noise='banded'"),
+    ],
+)
+def test_cohorts_that_can_not_be_full_are_refused_before_a_run(changes, message):
+    words = {"method": "dp-ftrl", "num-clients": 20, "cohort-size": 2, "num-rounds": 8, "dp-ftrl.delta": 1e-3}
+    with pytest.raises(ValueError, match=message):
+        ParsedRunConfig.of({**DEFAULTS, **words, **changes}).strategy(dict)

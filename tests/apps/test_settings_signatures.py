@@ -35,17 +35,20 @@ WORDS: dict[str, Any] = {
     "client-batch-sizes": (",".join(["3"] * NUM_CLIENTS),),
     "optimizer": ("adam",),
     "mask": ("top-k",),
+    "noise": ("bisr", "tree"),
     "training-engine": ("one-by-one", "batched"),
     "sampling": SAMPLINGS,
     "server-ledger": ("/srv/ledger.sqlite",),
 }
 BESIDE = {
     "fed-smp.random-ratio": [{"fed-smp.mask": "top-k", "fed-smp.random-ratio": 0.3}],
+    "dp-ftrl.bands": [{"dp-ftrl.noise": "banded", "dp-ftrl.bands": 3}],
     "model": [{"task": "vehicle", "model": "linear-svm"}],
     "cohort-size": [{"sampling": sampling, "cohort-size": 7} for sampling in ("fixed-size", "round-robin")],
     "private-evaluation.every": [
         {"private-evaluation.every": 1},
         {"private-evaluation.every": 1, "private-evaluation.epsilon": 0.5},
+        {"private-evaluation.every": 1, "private-evaluation.sampling-rate": 0.1},
     ],
     "private-evaluation.metrics": [{"private-evaluation.every": 1, "private-evaluation.metrics": "loss=5"}],
 }
@@ -55,7 +58,9 @@ ADAPTIVE = {"clip-learning-rate": 0.3, "clip-count-noise-std": 50.0, "min-clip-n
 OPTIONS = ("frozen_arrays", "max_clients_per_node", "max_new_clients", "noise_seed", "on_round", "registration_timeout")
 UNSET = {
     "": {"Training.num_local_steps", "Options.server_optimizer", *(f"Options.{name}" for name in OPTIONS)},
-    "dp-fedavg": {"Training.sam_radius"},
+    "dp-fedavg": {"DPFedAvg.noise", "Training.sam_radius"},
+    "dp-fedsam": {"DPFedSAM.noise"},
+    "dp-ftrl": {"Training.sam_radius"},
     "fed-smp": {"Training.sam_radius"},
     "nbafl": {"NbAFL.min_records", "Training.sam_radius", "Training.sparsifier"},
     "scaffold": {"ScaffoldRecipe.common", "ScaffoldRecipe.own"},
@@ -118,9 +123,9 @@ def named(kind, argument):
 @cache
 def base(name) -> dict[str, Any]:
     """The defaults with a method, and with the first sampling that it takes."""
-    for sampling in (one for one in ("poisson", "full", "round-robin") if one in METHODS[name].samplings):
+    for sampling in (one for one in ("poisson", "full", "round-robin", "minimum-separation") if one in METHODS[name].samplings):
         config = {**DEFAULTS, "method": name, "num-clients": NUM_CLIENTS, "sampling": sampling, **NEEDED.get(name, {})}
-        config["cohort-size"] = 5 if sampling == "round-robin" else 0
+        config["cohort-size"] = 5 if sampling in ("round-robin", "minimum-separation") else 0
         if named(strategy_of(name), "delta") in passed(config):
             return config
     raise AssertionError(name)

@@ -173,7 +173,10 @@ def test_a_real_sklearn_app() -> None:
 )
 def test_a_node_says_its_clients_name_and_the_methods_that_it_runs(arguments: Any, config: Any, name: str) -> None:
     for app, question in ((added(0), wire.client_query(1, "train")), (numpy_app, properties())):
-        for terms, methods in ((None, ["dp-fedavg", "dp-fedsam", "fed-smp", "private-evaluation"]), (NBAFL, ["nbafl"])):
+        for terms, methods in (
+            (None, ["dp-fedavg", "dp-fedsam", "dp-ftrl", "fed-smp", "private-evaluation"]),
+            (NBAFL, ["nbafl"]),
+        ):
             reply = app(privacy_mod(terms=terms, **arguments))(question, context_of(**config))
             hosted = wire.hosted_of(reply.content, most_names=1)
             assert hosted == wire.HostedClients(names=(name,), methods=frozenset(methods))
@@ -397,7 +400,7 @@ def test_what_cannot_be_an_update_is_refused_with_the_kind_of_error_alone(kind: 
     ("policy", "instruction", "reason"),
     [
         ({"max_clip_norm": 0.5}, instruction_of(), "clip_norm=1: this client's policy allows at most 0.5"),
-        ({}, replace(CENTRAL, method="nbafl"), "method='nbafl': this client runs dp-fedavg, dp-fedsam, fed-smp"),
+        ({}, replace(CENTRAL, method="nbafl"), "method='nbafl': this client runs dp-fedavg, dp-fedsam, dp-ftrl, fed-smp"),
         ({}, forged(CENTRAL, noise_multiplier=GONE), "missing"),
         ({}, forged(instruction_of(), noise_std=0.0), "does not go with noise_multiplier=1"),
         ({}, forged(CENTRAL, metrics={"bounds": {"loss": 1.0}}), "metrics must be set for method='private-evaluation'"),

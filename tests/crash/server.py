@@ -23,6 +23,7 @@ from flower_dp.clients import (
     client_app,
     model_arrays,
 )
+from flower_dp.core.participation import MinimumSeparationSampling
 from flower_dp.core.sampling import FullSampling, PoissonSampling, RoundRobinSampling
 from flower_dp.privacy import accounting
 from flower_dp.privacy.charges import ALL_CLIENTS, Charge
@@ -33,6 +34,7 @@ from flower_dp.privacy.events import Relation
 from flower_dp.privacy.statement import PrivacyStatement
 from flower_dp.privacy.store import Store
 from flower_dp.strategies import (
+    DPFTRL,
     AdaptiveClip,
     DPFedAvg,
     DPFedPAQ,
@@ -43,6 +45,7 @@ from flower_dp.strategies import (
     writer,
 )
 from flower_dp.strategies.journal import OBSERVERS
+from flower_dp.strategies.releases.participation_state import ParticipationState
 from flower_dp.strategies.session import Session
 from flower_dp.strategies.writer import CheckpointPlace
 from tests.crash.points import Points
@@ -69,6 +72,7 @@ class Setup:
         relation: neighboring relation of the events.
         local: whether every device has a ledger of its own.
         drawn: whether every round costs all clients alike, whether they are asked or not.
+        separation: least difference of two rounds in which a client is asked.
     """
 
     strategy: Callable[[], DPStrategy]
@@ -77,6 +81,7 @@ class Setup:
     relation: Relation = "add-or-remove-one"
     local: bool = False
     drawn: bool = False
+    separation: int = 1
 
 
 # The methods
@@ -86,6 +91,7 @@ _STEPS = FedPAQSteps(learning_rate=0.1, num_local_steps=2, batch_size=4, clip_no
 _BUDGET = EvaluationBudget(epsilon=0.5, num_evaluations=NUM_ROUNDS)
 _TURNS = RoundRobinSampling(cohort_size=3)
 _ADAPTIVE = AdaptiveClip(initial_clip_norm=0.5, min_clip_norm=0.1, max_clip_norm=2.0)
+_SEPARATED = MinimumSeparationSampling(cohort_size=3, min_separation=2)
 _EVALUATION = PrivateEvaluation(noise_multiplier=EVALUATION_NOISE, sampling=FullSampling())
 
 
@@ -128,6 +134,17 @@ def _or_evaluated(release: str) -> DpEvent:
     return GaussianDpEvent(EVALUATION_NOISE) if release == EVALUATION else _half(release)
 
 
+def correlated() -> DPStrategy:
+    words = {"clip_norm": 0.5, "noise_multiplier": NOISE, "num_clients": NUM_CLIENTS, "delta": DELTA}
+    return DPFTRL(**words, num_rounds=NUM_ROUNDS, sampling=_SEPARATED, server_momentum=0.5)
+
+
+def _of_two(_: str) -> DpEvent:
+    """Two participations in four rounds, each half of the variance of the whole run."""
+    sensitivity: Any = correlated().rules.noise
+    return GaussianDpEvent(NOISE * 2**0.5 / sensitivity.run_sensitivity)
+
+
 def _charged(release: str) -> None:
     """The noise of these devices follows from a calibration that other tests check: here only their counts do."""
 
@@ -138,6 +155,7 @@ SETUPS: Mapping[str, Setup] = {
     "adaptive clip": Setup(strategy=central(clip_norm=_ADAPTIVE), client=_dp_client, event=_half, drawn=True),
     "private evaluation": Setup(strategy=central(evaluation=_EVALUATION), client=_dp_client, event=_or_evaluated, drawn=True),
     "FedAdam": Setup(strategy=central(server_optimizer=FedAdam()), client=_dp_client, event=_half, drawn=True),
+    "DP-FTRL": Setup(strategy=correlated, client=_dp_client, event=_of_two, separation=_SEPARATED.min_separation),
     "DP-FedPAQ": local(DPFedPAQ, DPFedPAQRecipe),
     "DP-FedPAQ, evaluation": local(DPFedPAQ, DPFedPAQRecipe, _BUDGET),
     "SCAFFOLD": local(Scaffold, ScaffoldRecipe),
@@ -227,6 +245,15 @@ def run(setup: Setup, folder: Path, life: int, at: int | None, *, interrupts: bo
         points.here("after learning")
         return learned
 
+    row = ParticipationState.row
+
+    def drawn(self: ParticipationState, matrix: Any, number: int, length: int, rng: Any) -> Any:
+        made, after = row(self, matrix, number, length, rng)
+        witness.say("drawn", round=number, seeds=[hashlib.sha256(seed.encode()).hexdigest() for seed in after.seeds])
+        return made, after
+
+    setattr(ParticipationState, "row", drawn)  # noqa: B010
+
     def evaluate(server_round: int, arrays: ArrayRecord) -> MetricRecord:
         witness.say("model", round=server_round, digest=digest(arrays))
         points.here("evaluate_fn")
@@ -302,8 +329,26 @@ def check_now(setup: Setup, folder: Path, holes: Holes) -> None:
             )
     noised = Counter(line["round"] for line in heard.all("noised"))
     holes.unless(all(count == 1 for count in noised.values()), f"noise was added twice in a round: {dict(noised)}")
+    check_separation(setup, heard, holes)
     if setup.local:
         check_devices(folder, heard, told, charged, holes)
+
+
+def check_separation(setup: Setup, heard: Heard, holes: Holes) -> None:
+    """Nobody is asked too early, and the noise of all rounds whose messages left is of one seed, each round once."""
+    last: dict[tuple[str, str], int] = {}
+    seeds: list[str] = []
+    sent = {(line["life"], line["round"]) for line in heard.all("sent")}
+    for line in heard.all("sent"):
+        for owner in line["owners"]:
+            gap = line["round"] - last.get((line["release"], owner), -setup.separation)
+            holes.unless(gap >= setup.separation, f"{owner}: was asked again after {gap} rounds")
+            last[line["release"], owner] = line["round"]
+    for line in heard.all("drawn"):
+        if (line["life"], line["round"]) in sent:
+            holes.unless(line["seeds"][: len(seeds)] == seeds, f"round {line['round']}: goes on from other noise")
+            holes.unless(len(line["seeds"]) == line["round"] > len(seeds), f"round {line['round']}: its noise was drawn before")
+            seeds = line["seeds"]
 
 
 def check_devices(folder: Path, heard: Heard, told: Counter[Any], charged: Mapping[Any, set[str]], holes: Holes) -> None:

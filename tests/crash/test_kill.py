@@ -9,8 +9,8 @@ from tests.crash.__main__ import main
 from tests.forks import trains_after_a_fork
 
 SEED, POINTS = 11, 2
-# A state that learns; two releases a round; devices with ledgers and a state of their own; a device that is killed.
-NAMES = ["adaptive clip", "private evaluation", "SCAFFOLD", "device, DP-FedPAQ, evaluation"]
+# A state that learns; noise with a secret state; two releases a round; devices with ledgers and a state of their own; a device that is killed.
+NAMES = ["adaptive clip", "DP-FTRL", "private evaluation", "SCAFFOLD", "device, DP-FedPAQ, evaluation"]
 
 
 @pytest.mark.slow

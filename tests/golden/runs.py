@@ -221,7 +221,7 @@ def scaled_down(settings: Mapping[str, Any]) -> dict[str, Any]:
         found["partition"] = "iid"
         found.pop("dirichlet-alpha", None)
         found.pop("classes-per-client", None)
-    few = method not in ("dp-fedavg", "dp-fedsam", "fed-smp")
+    few = method not in ("dp-fedavg", "dp-fedsam", "dp-ftrl", "fed-smp")
     found["num-clients"] = FEW if few else MANY
     found["cohort-size"] = min(found.get("cohort-size", 0), FEW // 2)
     if found.get("local-epochs", 1) > 2:
@@ -267,7 +267,7 @@ FURTHER: dict[str, dict[str, Any]] = {
 }
 
 # The examples of docs/planning.md, and two changes of them.
-_LAPLACE, _BOUND, _PASGD, _FEDPAQ = (
+_LAPLACE, _BOUND, _PASGD, _FEDPAQ, _ = (
     tomllib.loads(block)
     for block in re.findall(r"^```toml\n(.*?)^```", (ROOT / "docs" / "planning.md").read_text(encoding="utf-8"), re.M | re.S)
 )

@@ -10,11 +10,12 @@ from flower_dp.planning import ProblemError, nbafl
 from flower_dp.planning.command import planner_of
 from flower_dp.planning.dp_fedpaq import MAX_LEVELS
 from flower_dp.planning.planner import keys_of
-from tests.planning.problems import BOUND, FEDPAQ, GAUSSIAN, LAPLACE, NOISE, PASGD
+from tests.planning.problems import BOUND, FEDPAQ, FTRL, GAUSSIAN, LAPLACE, NOISE, PASGD
 
-PROBLEMS = {"fedsgd-dpc": LAPLACE, "nbafl": BOUND, "dp-pasgd": PASGD, "dp-fedpaq": FEDPAQ}
+PROBLEMS = {"fedsgd-dpc": LAPLACE, "nbafl": BOUND, "dp-pasgd": PASGD, "dp-fedpaq": FEDPAQ, "dp-ftrl": FTRL}
 KEYS = {name: keys_of(nbafl.Bounds if name == "nbafl" else METHODS[name].load("planner").Problem) for name in PROBLEMS}
 MAY_BE_ZERO = {"cost_per_aggregation", "cost_per_step", "initial_gap", "initial_distance", "heterogeneity", "gradient_variance"}
+MAY_BE_ZERO |= {"min_separation", "max_participations"}
 # Beyond another key, of another kind, or where a bound leaves the range of numbers.
 OTHERS: dict[str, dict[str, list[Any]]] = {
     "fedsgd-dpc": {
@@ -62,6 +63,16 @@ OTHERS: dict[str, dict[str, list[Any]]] = {
         "quantization_levels": [MAX_LEVELS + 1],  # QSGD is made for no more: no run could have them
         "max_quantization_levels": [MAX_LEVELS + 1],
     },
+    "dp-ftrl": {
+        "num_rounds": [10**4 + 1],
+        "cohort_size": [10_001],
+        "epsilon": [1e-200],
+        "delta": [1.0],
+        "online_fraction": [1.5],
+        "min_separation": [1001],
+        "relation": ["zero-out"],
+        "noise": ["fresh"],
+    },
 }
 
 
@@ -84,7 +95,7 @@ def test_an_impossible_value_is_named(method):
 def test_a_missing_key_is_named(method):
     # Without any constant of its bounds, NbAFL's problem is one of the noise alone.
     for problem in (PROBLEMS[method], *({"fedsgd-dpc": [GAUSSIAN], "nbafl": [NOISE]}.get(method, []))):
-        for key in set(problem) - {"max_rounds"}:
+        for key in set(problem) - {"max_rounds", "online_fraction"}:
             with pytest.raises(ProblemError, match=f"^{key}: missing") as caught:
                 planner_of(method).plan({name: value for name, value in problem.items() if name != key})
             assert caught.value.field == key

@@ -15,7 +15,7 @@ from flower_dp.planning.command import planner_of, run
 from flower_dp.planning.constants import NOT_PRIVATE
 from flower_dp.planning.planner import share_above
 from flower_dp.planning.plot import figure
-from tests.planning.problems import BOUND, FEDPAQ, LAPLACE, NOISE, PAGE, PASGD
+from tests.planning.problems import BOUND, FEDPAQ, FTRL, LAPLACE, NOISE, PAGE, PASGD
 
 PNG = b"\x89PNG\r\n\x1a\n"
 
@@ -125,11 +125,12 @@ def test_planning_needs_neither_flwr_nor_torch_nor_matplotlib():
     assert done.stdout.strip() == "[]"
 
 
+@pytest.mark.exact
 def test_the_examples_in_the_docs_are_real(call):
     answers = re.findall(r"```\n\$ flower-dp plan (\S+) [^\n]*\n(.*?)```", PAGE, re.DOTALL)
-    assert [method for method, _ in answers] == ["fedsgd-dpc", "nbafl", "dp-pasgd", "dp-fedpaq"]
+    assert [method for method, _ in answers] == ["fedsgd-dpc", "nbafl", "dp-pasgd", "dp-fedpaq", "dp-ftrl"]
     assert {method for method, _ in answers} == {name for name, method in METHODS.items() if method.planner}
-    for problem, (method, answer) in zip((LAPLACE, BOUND, PASGD, FEDPAQ), answers, strict=True):
+    for problem, (method, answer) in zip((LAPLACE, BOUND, PASGD, FEDPAQ, FTRL), answers, strict=True):
         assert call(method, problem) == (0, answer, "")
 
 

@@ -11,8 +11,8 @@ from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
 from flwr.clientapp.typing import ClientAppCallable, Mod
 
 from flower_dp import wire
-from flower_dp.clients import answering
-from flower_dp.clients.account import account_of, charged, keeping_account, refuse_ledger, verify_terms
+from flower_dp.clients import answering, participation
+from flower_dp.clients.account import account_of, charged, keeping_account, verify_terms
 from flower_dp.clients.answering import NOT_HOSTED, NodeWork
 from flower_dp.clients.local.row import evaluation_pipeline
 from flower_dp.clients.policy import ClientPolicy
@@ -82,11 +82,12 @@ class AppClient:
 
     def _shared(self, instruction: Instruction, app: calls.AppCall, train: calls.AppTraining | None) -> NodeWork:
         """Return the work whose row is clipped, with its share of the noise, if any."""
-        refuse_ledger(app.context)
+        own = [self.name] if self.name in instruction.clients else []
+        refused = participation.refusals(instruction, own, app.context)
         rows: Train = calls.AppMetrics(app=app, bounds=instruction.bounds) if train is None else calls.AppUpdates(train=train)
         length = instruction.bounds.num_counted if train is None else train.model.layout.size
-        jobs = [self._job(instruction)] if self.name in instruction.clients else []
-        return answering.shared_work(instruction, train=rows, length=length, jobs=jobs, refused={})
+        jobs = [self._job(instruction) for name in own if name not in refused]
+        return answering.shared_work(instruction, train=rows, length=length, jobs=jobs, refused=refused)
 
     def _own(
         self, instruction: Instruction, app: calls.AppCall, train: calls.AppTraining | None, own_terms: OwnTerms

@@ -67,6 +67,12 @@ class KnownClients:
         pairs = ((name, node) for name, node in zip(self.names, self.nodes, strict=True) if node is not None)
         return tuple(name for name, node in pairs if name == f"node-{node}" or (node >= _NO_CHANCE and str(node) in name))
 
+    def connected(self, *, by_name: bool) -> np.ndarray:
+        """Return the indices of the connected clients; with `by_name` without those whose names change with their nodes' ids."""
+        unnamed = set(self.named_by_node) if by_name else set()
+        pairs = enumerate(zip(self.names, self.nodes, strict=True))
+        return np.array([place for place, (name, node) in pairs if node is not None and name not in unnamed], int)
+
     def by_node(self, indices: np.ndarray) -> dict[int, tuple[str, ...]]:
         """Group the clients of a cohort by node, without clients whose node is not connected now."""
         groups: dict[int, list[str]] = {}
@@ -88,6 +94,8 @@ class ClientManager:
         num_clients: number of clients that must register before the first round; cohorts and cost are computed for this number.
         timeout: seconds to wait for them.
         newcomers: whether more clients than `num_clients` may take part. If not, exactly `num_clients` do: those of the start.
+        accumulates: whether clients that have left again count as registered. Only for cohorts that are drawn from the connected
+            clients alone.
         unfit: function that returns why a node with these methods can't take part; None if it can.
         max_clients_per_node: see `StrategyOptions`.
         max_new_clients: see `StrategyOptions`.
@@ -99,6 +107,7 @@ class ClientManager:
         *,
         timeout: float,
         newcomers: bool,
+        accumulates: bool = False,
         unfit: Callable[[frozenset[str]], str | None] = lambda _: None,
         max_clients_per_node: int | None = None,
         max_new_clients: int | None = None,
@@ -115,6 +124,8 @@ class ClientManager:
         # Nodes that were left out because they name too many clients.
         self._left_out: set[int] = set()
         self._known: KnownClients | None = None
+        # Clients that have registered before the first round, if they accumulate.
+        self._accumulates, self._registered = accumulates, list[str]()
 
     def known_clients(self, grid: Grid) -> KnownClients:
         """Return the clients as they are now: at first wait for `num_clients`, later check which nodes have joined and left.
@@ -156,7 +167,8 @@ class ClientManager:
             if self._query.kind != before:
                 self._hosted.clear()  # these answers were read for another kind of app
             self._note(answers)
-            names = self._names_there() if simulation else self._admitted([])
+            names = self._names_there() if simulation else self._admitted(self._registered)
+            self._registered = names if self._accumulates and not simulation else []
             count, now = len(names), time.monotonic()
             if count >= self._num_clients:
                 enough = min(enough, now)
@@ -248,11 +260,11 @@ class ClientManager:
         unable = [self._hosted[node].unable for node in self._there if self._names(node)]
         if unable and all(unable):
             raise RuntimeError(f"no client can train: {Counter(unable).most_common(1)[0][0]}")
-        names = self._admitted([])
+        names = self._admitted(self._registered)
         if self._most_per_node is None:
             # A later node may name as many clients as the largest node of the start.
             known = set(names)
-            self._most_per_node = max(len(known & set(self._names(node))) for node in self._there)
+            self._most_per_node = max((len(known & set(self._names(node))) for node in self._there), default=1)
         return self._placed(tuple(sorted(names)), {})
 
     # Later

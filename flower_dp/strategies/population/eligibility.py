@@ -5,7 +5,9 @@ from typing import Any
 
 from flwr.serverapp import Grid
 
+from flower_dp.core.participation import MinimumSeparationSampling
 from flower_dp.strategies.population.client_manager import ClientManager, KnownClients
+from flower_dp.strategies.population.client_query import is_simulation
 from flower_dp.strategies.releases.local_releases import LocalReleases
 from flower_dp.strategies.rules import MethodRules
 from flower_dp.wire import EVALUATION
@@ -35,14 +37,25 @@ def query_clients(
     if hasattr(grid, "patience"):  # this package's grid replaces a worker that hangs, and repeats its node's query
         setattr(grid, "patience", timeout / 2)  # noqa: B010
     newcomers = all(release.accepts_new_clients for release in rules.releases)
+    separated = isinstance(rules.releases[0].sampling, MinimumSeparationSampling)
     manager = ClientManager(
-        rules.about.num_clients, timeout=timeout, newcomers=newcomers, unfit=partial(unfit_reason, rules), **most
+        rules.about.num_clients,
+        timeout=timeout,
+        newcomers=newcomers,
+        accumulates=separated,
+        unfit=partial(unfit_reason, rules),
+        **most,
     )
     known_clients = manager.known_clients(grid)
     if not known_clients.hosting and rules.about.stock_refusal:
         raise ValueError(f"{rules.about.title}: {rules.about.stock_refusal}")
     if known_clients.hosting and (reason := unfit_reason(rules, known_clients.methods)):
         raise ValueError(reason)
+    if separated and not is_simulation(grid) and (name := next(iter(known_clients.named_by_node), None)):
+        raise ValueError(
+            f"client {name!r} is named by its node's id, which changes when the node restarts: it could come back too early "
+            "under another name; give every client its own name, such as privacy_mod(name=...)"
+        )
     if on_shared_ledger and (name := next(iter(changing_names(rules, known_clients)), None)):
         raise ValueError(
             f"ledger: client {name!r} is named by its node's id, which changes when the node restarts: the ledger would count "

@@ -3,12 +3,15 @@
 from dataclasses import dataclass
 
 from flower_dp.core import checks, compression
+from flower_dp.core.participation import MinimumSeparationSampling
 from flower_dp.core.sampling import FixedSizeSampling, Sampler, check_sampler
+from flower_dp.planning.correlated_noise import CorrelatedNoise
 from flower_dp.privacy import accounting
 from flower_dp.privacy.events import Relation
 from flower_dp.privacy.mechanisms import Gaussian
 from flower_dp.privacy.release import Release
 from flower_dp.strategies.releases.adaptive_clip import AdaptiveClip, ClipController
+from flower_dp.strategies.releases.correlated_noise import CorrelatedSharing, SeparatedSum
 from flower_dp.strategies.releases.masks import Masks
 from flower_dp.strategies.releases.noised_sum import NoisedSum, check_relation
 from flower_dp.strategies.releases.shared_noise import NoiseSharing
@@ -30,6 +33,8 @@ class ClippedUpdates:
 
     Attributes:
         masks: maker of the mask that all clients of a round share; None for no mask.
+        noise: kind of noise that is correlated over the rounds; None for independent noise.
+        num_rounds: number of rounds that correlated noise is made for.
 
     Raises:
         ValueError: if a value is invalid; the message names field and value.
@@ -45,6 +50,8 @@ class ClippedUpdates:
     keep_ratio: float = 1.0
     quantization_levels: int | None = None
     masks: Masks | None = None
+    noise: CorrelatedNoise | None = None
+    num_rounds: int | None = None
 
     def __post_init__(self) -> None:
         check_sampler(self.sampling)
@@ -68,6 +75,12 @@ class ClippedUpdates:
         if central and not self.server_completes_noise:
             why = "is read with placement='distributed' only; under 'central' the server is trusted"
             raise checks.refusal("server_completes_noise", False, why)
+        if self.noise is not None:
+            if not hasattr(self.noise, "matrix") or isinstance(self.noise, type):
+                raise checks.bad("noise", self.noise, "a kind of correlated noise, such as BLT(), or None")
+            if not central or self.keep_ratio < 1 or self.masks is not None:
+                why = "needs placement='central' and whole updates: errors of earlier rounds would not cancel otherwise"
+                raise checks.refusal("noise", self.noise, why)
         if isinstance(self.clip_norm, AdaptiveClip) and self.compresses_noised_updates:
             raise checks.refusal(
                 "clip_norm",
@@ -101,13 +114,14 @@ class ClippedUpdates:
             sampler=self.sampling,
             num_units=self.num_clients,
         )
-        return NoiseSharing(
+        shared = NoiseSharing(
             release=release,
             placement=self.placement,
             server_completes_noise=self.server_completes_noise,
             min_reply_ratio=_MIN_REPLY_RATIO if self.min_reply_ratio is None else self.min_reply_ratio,
             compresses_noised_updates=self.compresses_noised_updates,
         )
+        return shared if self.noise is None else CorrelatedSharing.of(shared, self.noise, self.num_rounds)
 
     def release(self, name: str, noise_multiplier: float) -> tuple[NoisedSum, NoiseSharing]:
         """Return the release of the method with this name on the wire and this noise multiplier, and its noise."""
@@ -119,7 +133,8 @@ class ClippedUpdates:
         else:
             norm = checks.number("clip_norm", self.clip_norm, above=0)
         drawn = shared.with_clip_norm(norm)
-        training = NoisedSum(
+        separated = isinstance(self.sampling, MinimumSeparationSampling)
+        training = (SeparatedSum if separated else NoisedSum)(
             name=name,
             noise=drawn,
             keep_ratio=self.keep_ratio,

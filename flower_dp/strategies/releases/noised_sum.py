@@ -205,7 +205,7 @@ class NoisedSum:
             step /= FINER_LATTICE
         begun, kept = drawn.begin(sum_state.noise, state.charges.number(self.name) + 1, self.num_kept(length), rng)
         asked = ReleaseRequest(
-            promise=Promise(clip_norm=clip_norm, noise_multiplier=self.release.mechanism.noise_multiplier),
+            promise=Promise(clip_norm=clip_norm, noise_multiplier=self.noise.promised_multiplier),
             placement=self.noise.placement,
             step=step,
             noise_std=share,

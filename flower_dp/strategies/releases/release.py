@@ -1,7 +1,7 @@
 """The protocol of a release (cohort, charge, request, limits), and its request in one round."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
@@ -38,7 +38,7 @@ class RoundRequest:
     length: int
     model: Model
     asked: dict[int, tuple[str, ...]]
-    begun: Any = None
+    begun: Any = field(default=None, repr=False)
     bytes_down: int = 0
     started: float = 0.0
     stock: bool = False

@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from dataclasses import dataclass, fields, replace
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
 from flower_dp.core import dp_events, noise
 from flower_dp.core.noise import Generator, gaussian_share
+from flower_dp.core.participation import MinimumSeparationSampling
 from flower_dp.core.sampling import FixedSizeSampling, FullSampling, RoundRobinSampling
 from flower_dp.privacy.mechanisms import Gaussian
 from flower_dp.privacy.release import Release
 from flower_dp.strategies.releases.left_out import RoundDiscarded
+
+T = TypeVar("T")
+
+# Samplers whose cohorts are public, and whose events count how often a client takes part.
+_PUBLIC = (RoundRobinSampling, MinimumSeparationSampling)
 
 
 class Noise(Protocol):
@@ -26,6 +32,8 @@ class Noise(Protocol):
         compresses_noised_updates: whether clients compress their noised updates, so that the messages do not add up to the
             noised sum.
         cohort_is_secret: whether the epsilon holds only if nobody knows who takes part in a round.
+        promised_multiplier: noise multiplier of the whole release, which clients are promised; if one event covers all rounds,
+            that of the event.
     """
 
     @property
@@ -39,6 +47,9 @@ class Noise(Protocol):
 
     def with_clip_norm(self, clip_norm: float) -> Noise:
         """Return the same noise around another clip norm; its multiplier and its cost stay."""
+
+    @property
+    def promised_multiplier(self) -> float: ...  # noqa: D102
 
     def share_std(self, cohort_size: int) -> float:
         """Return the std of the noise that each of a cohort's clients adds to its own update."""
@@ -187,7 +198,36 @@ class NoiseSharing:
             )
         total += noise.gaussian(total, self.server_std(num_replies), step, rng)
 
+    # The run
+
+    def stop_reason(self, number: int) -> str | None:
+        """Return why the noise does not cover round `number`; None if it does: independent noise covers all."""
+        return None
+
+    def check_rounds(self, num_rounds: int) -> None:
+        """Refuse a number of rounds that the noise is not made for; independent noise is made for any."""
+
+    @property
+    def numbers(self) -> dict[str, float]:
+        """Further numbers of the noise, for the statement."""
+        return {}
+
+    @property
+    def max_participations(self) -> int | None:
+        """The largest number of participations that the noise is made for; None for any."""
+        return None
+
+    @property
+    def assumptions(self) -> tuple[str, ...]:
+        """Further assumptions of the noise, for the statement."""
+        return ()
+
     # The protection
+
+    @property
+    def promised_multiplier(self) -> float:
+        """The noise multiplier of the whole release, which clients are promised."""
+        return self.release.mechanism.noise_multiplier
 
     def events(self, number: int, cohort_size: int) -> dict[str, dp_events.DpEvent]:
         """Return the event of a round against any single client, and against outsiders."""
@@ -207,7 +247,7 @@ class NoiseSharing:
         """Whether the epsilon holds only if nobody knows who takes part in a round; assumed for a user's own sampler."""
         sampler, num_clients = self.release.sampler, self.release.num_units
         everybody = type(sampler) is FixedSizeSampling and sampler.max_cohort_size(num_clients) == num_clients
-        return not (self.reveals_cohort or everybody or type(sampler) in (FullSampling, RoundRobinSampling))
+        return not (self.reveals_cohort or everybody or type(sampler) in (FullSampling, *_PUBLIC))
 
     @property
     def num_shares_varies(self) -> bool:
@@ -218,7 +258,7 @@ class NoiseSharing:
     def release_to_outsiders(self) -> Release:
         """The release as outsiders see it: with all its noise."""
         release = self.release
-        if self.reveals_cohort and not isinstance(release.sampler, RoundRobinSampling):
+        if self.reveals_cohort and not isinstance(release.sampler, _PUBLIC):
             # An unselected client can be distinguished from one whose update is zero: no amplification by sampling.
             release = replace(release, sampler=FullSampling())
         if self.compresses_noised_updates:
@@ -243,3 +283,8 @@ class NoiseSharing:
             return release
         left = release.mechanism.noise_multiplier * math.sqrt((shares - 1) / shares)
         return replace(release, mechanism=Gaussian(noise_multiplier=left))
+
+
+def as_base(value: Any, kind: type[T], **changes: Any) -> T:
+    """Return an object of a dataclass with the fields of `value`, which may have more, and some other ones."""
+    return kind(**{part.name: getattr(value, part.name) for part in fields(kind)} | changes)  # type: ignore[arg-type]
