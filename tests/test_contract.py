@@ -494,7 +494,9 @@ def test_the_statement_says_what_the_settings_say(method):
     assert (statement.unit, statement.relation) == (method.unit, method.relation)
     assert statement.delta == method.delta(arguments)
     assert statement.num_charged_rounds == arguments.num_rounds
-    assert f"for {arguments.num_rounds} charged round" in text
+    rounds = arguments.num_rounds
+    whole = f"for the whole run of {rounds} rounds, {rounds} of them charged so far"
+    assert (whole if method.whole_run else f"for {rounds} charged round") in text
     assert method.sampling(arguments) in statement.sampling
     for name, value in method.numbers(arguments).items():
         assert statement.noise[name] == pytest.approx(value, rel=2e-3), name

@@ -21,7 +21,7 @@ FORMAT = 2
 _GROUPS = {
     "guarantee": (
         *("private", "epsilon", "delta", "unit", "relation", "accountant", "protected_against"),
-        *("num_charged_rounds", "epsilon_by_release", "joint"),
+        *("num_charged_rounds", "num_rounds_of_event", "epsilon_by_release", "joint"),
     ),
     "mechanism": ("sampling", "noise", "paper_epsilon", "events"),
 }
@@ -200,6 +200,7 @@ class PrivacyStatement:
         epsilon_by_release: if several kinds of releases were charged, an upper bound for each kind alone.
         clients: if every client has its own ledger, the epsilons of all clients; `epsilon` is the largest of them.
         joint: joint epsilon with earlier runs on the same server's ledger, or of the same strategy; None if there are none.
+        num_rounds_of_event: number of rounds that one event covers, charged with the first; 0 if each round has its own.
 
     Example:
         >>> from flower_dp.core.sampling import PoissonSampling
@@ -234,6 +235,7 @@ class PrivacyStatement:
     epsilon_by_release: Mapping[str, float] = field(default_factory=dict)
     clients: ClientEpsilons | None = None
     joint: JointEpsilon | None = None
+    num_rounds_of_event: int = 0
 
     @property
     def private(self) -> bool:
@@ -268,6 +270,8 @@ class PrivacyStatement:
         if self.private:
             promise = f"({format_epsilon(self.epsilon)}, {format_delta(self.delta)})-differential privacy ({self.relation})"
             charged = f"{self.num_charged_rounds} charged round{'s' * (self.num_charged_rounds != 1)}"
+            if self.num_rounds_of_event and self.num_charged_rounds:
+                charged = f"the whole run of {self.num_rounds_of_event} rounds, {self.num_charged_rounds} of them charged so far"
             if self.accountant.startswith("selection-"):  # it covers the choice, not the rounds of the chosen run alone
                 charged = f"the choice among K runs; the chosen run has {charged}"
             proof = f"Upper bound (accountant {self.accountant}) for {charged}."

@@ -267,6 +267,7 @@ class ClientLevelRules:
             incidents=tuple(_incidents(self, facts)),
             unlisted_incidents=_unlisted(self),
             adversaries=_adversaries(self, charges, inside, outside) if private else (),
+            num_rounds_of_event=self.noise.num_rounds_of_event,
         )
 
 

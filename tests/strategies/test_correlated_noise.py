@@ -233,6 +233,7 @@ def test_a_run_that_ends_early_costs_as_much(tmp_path):
     grid.before = stop
     with pytest.raises(Killed):
         start(strategy, grid, tmp_path / "run")
+    assert "for the whole run of 8 rounds, 3 of them charged so far." in str(strategy.statement)
     whole = accounting.epsilon(
         GaussianDpEvent(Z / strategy.rules.noise.matrix.sensitivity(SCHEMA)), delta=1e-5, relation="add-or-remove-one"
     )

@@ -131,6 +131,11 @@ class CorrelatedSharing(NoiseSharing):
         }
 
     @property
+    def num_rounds_of_event(self) -> int:
+        """The number of rounds that one event covers: all of them."""
+        return self.schema.num_rounds
+
+    @property
     def max_participations(self) -> int:
         """The largest number of participations that the noise is made for."""
         return self.schema.max_participations

@@ -213,6 +213,11 @@ class NoiseSharing:
         return {}
 
     @property
+    def num_rounds_of_event(self) -> int:
+        """The number of rounds that one event covers; 0 if each round has its own."""
+        return 0
+
+    @property
     def max_participations(self) -> int | None:
         """The largest number of participations that the noise is made for; None for any."""
         return None
