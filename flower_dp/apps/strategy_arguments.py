@@ -1,13 +1,12 @@
 """Make the arguments of strategies that several methods share from the common settings; `client_parts` does so for clients."""
 
-import math
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from flower_dp.apps.settings import Settings, default_of, key_of
 from flower_dp.core import checks
 from flower_dp.core.checks import BadValue, bad, refusal
-from flower_dp.core.participation import MinimumSeparationSampling
+from flower_dp.core.participation import MinimumSeparationSampling, default_separation
 from flower_dp.core.sampling import FixedSizeSampling, FullSampling, PoissonSampling, RoundRobinSampling, Sampler
 from flower_dp.strategies import AdaptiveClip, EvaluationBudget, LocalEvaluation, PrivateEvaluation
 
@@ -16,8 +15,6 @@ N = TypeVar("N", int, float)
 Sizes = Callable[[], Mapping[str, int]]
 # With fewer clients num_clients^-1.1 is too large a delta to be a guarantee.
 _FEWEST_FOR_DEFAULT_DELTA = 100
-# Default minimum separation, as a part of the largest with full cohorts: the rest is for clients that are not connected.
-_SEPARATED = 0.8
 # Default ratio of an adaptive clip norm's upper limit to its first value, and of its first value to its lower limit.
 _CLIP_RANGE = 1000.0
 
@@ -30,7 +27,7 @@ def sampler_of(settings: Settings) -> Sampler:
         return PoissonSampling(sampling_rate=settings.sampling_rate)
     size = cohort_size_of(settings)
     if settings.sampling == "minimum-separation":
-        separation = settings.min_separation or max(1, math.floor(_SEPARATED * settings.num_clients / size))
+        separation = settings.min_separation or default_separation(settings.num_clients, size)
         most = settings.max_participations or None
         if separation * size > settings.num_clients:
             why = f"cohort-size={size} of num-clients={settings.num_clients} can be full only with at most"

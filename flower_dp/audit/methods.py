@@ -18,7 +18,7 @@ from flower_dp.audit import worst_case
 from flower_dp.audit.case import Case
 from flower_dp.clients.node_client import HostingClient
 from flower_dp.core import checks
-from flower_dp.core.participation import MinimumSeparationSampling
+from flower_dp.core.participation import MinimumSeparationSampling, default_separation
 from flower_dp.core.sampling import FixedSizeSampling, FullSampling, PoissonSampling, RoundRobinSampling, Sampler
 from flower_dp.methods import METHODS
 from flower_dp.planning.correlated_noise import noise_named
@@ -107,7 +107,7 @@ def noised_sum(
         raise ValueError(f"{label}: is not private, so there is nothing to audit")
     num_clients = 2 if central or post_processed else _SHARING
     sampling = _sampler({**words, "cohort_size": num_clients // 2})
-    if isinstance(sampling, RoundRobinSampling):
+    if isinstance(sampling, RoundRobinSampling | MinimumSeparationSampling):
         sampling = FullSampling()
     clip = AdaptiveClip(initial_clip_norm=clip_norm, min_clip_norm=clip_norm / 1000, max_clip_norm=clip_norm * 1000)
     common |= {"clip_norm": clip if words.get("clip_quantile") else clip_norm, "noise_multiplier": noise_multiplier}
@@ -141,16 +141,27 @@ def noised_sum(
 def correlated(label: str, *, method: str = "dp-ftrl", rounds: int = 4, **words: Any) -> Case:
     """Return the case of DP-FTRL's settings: two clients, who take part in every second round, the first one included.
 
-    That is the worst pattern of a separation of two rounds. The noise multiplier of the settings is that of the whole run here.
+    That is the worst pattern of a separation of two rounds. The noise multiplier of the whole run is that of the settings, or the
+    given one if they have no cohort size.
     """
-    words = {**_DEFAULTS, "noise_multiplier": 0.4, "noise": "blt", "num_buffers": 0, "bands": 0, "relation": "", **words}
-    sampling = MinimumSeparationSampling(cohort_size=2, min_separation=2)
-    kind = noise_named(words["noise"], num_buffers=words["num_buffers"], bands=min(words["bands"], 2))
-    shared = {"num_rounds": rounds, "sampling": sampling, "num_clients": 2, "noise": kind, **_some(words, "delta", "clip_norm")}
-    shared |= {"relation": words["relation"]} if words["relation"] else {}
+    words = {**_DEFAULTS, "epsilon": 0.0, "noise_multiplier": 0.4, "noise": "blt", "num_buffers": 0, "bands": 0, **words}
+    relation = words.get("relation") or "add-or-remove-one"
+    common = {"clip_norm": words["clip_norm"], "delta": words["delta"] or words["num_clients"] ** -1.1, "relation": relation}
     make: Callable[..., DPStrategy] = METHODS[method].load("strategy")
-    probe: Any = make(noise_multiplier=1.0, **shared)
-    multiplier = words["noise_multiplier"] * probe.rules.noise.run_sensitivity
+
+    def made(num_rounds: int, num_clients: int, sampling: Any, bands: int, **noise: float) -> Any:
+        kind = noise_named(words["noise"], num_buffers=words["num_buffers"], bands=bands)
+        return make(num_rounds=num_rounds, num_clients=num_clients, sampling=sampling, noise=kind, **common, **noise)
+
+    if not (words["epsilon"] or words["noise_multiplier"]):
+        raise ValueError(f"{label}: is not private, so there is nothing to audit")
+    multiplier = words["noise_multiplier"]
+    if words.get("cohort_size"):
+        chosen = "epsilon" if words["epsilon"] else "noise_multiplier"
+        of_run = made(words["num_rounds"], words["num_clients"], _separated(words), words["bands"], **{chosen: words[chosen]})
+        label, multiplier = f"{label.removesuffix(', one round')}, {rounds} rounds", of_run.rules.noise.promised_multiplier
+    case = (rounds, 2, MinimumSeparationSampling(cohort_size=2, min_separation=2), min(words["bands"], 2))
+    multiplier *= made(*case, noise_multiplier=1.0).rules.noise.run_sensitivity
 
     def client(**node: Any) -> clients.DPClient:
         return clients.DPClient(**node, training=TRAINING, device="cpu")
@@ -158,10 +169,10 @@ def correlated(label: str, *, method: str = "dp-ftrl", rounds: int = 4, **words:
     return Case(
         label=label,
         method=method,
-        strategy=lambda: make(noise_multiplier=multiplier, **shared),
+        strategy=lambda: made(*case, noise_multiplier=multiplier),
         client=None if words.get("stock") else client,
         present=(1.0, -1.0),
-        absent=(-1.0 if words["relation"] == "replace-one" else 0.0, -1.0),
+        absent=(-1.0 if relation == "replace-one" else 0.0, -1.0),
         num_rounds=rounds,
         separated=True,
     )
@@ -179,7 +190,15 @@ def _sampler(words: Mapping[str, Any]) -> Sampler:
         return FullSampling()
     if kind in ("", "poisson"):
         return PoissonSampling(sampling_rate=words["sampling_rate"])
+    if kind == "minimum-separation":
+        return _separated(words)
     return (FixedSizeSampling if kind == "fixed-size" else RoundRobinSampling)(cohort_size=words["cohort_size"])
+
+
+def _separated(words: Mapping[str, Any]) -> MinimumSeparationSampling:
+    size, most = words["cohort_size"], words["max_participations"] or None
+    separation = words["min_separation"] or default_separation(words["num_clients"], size)
+    return MinimumSeparationSampling(cohort_size=size, min_separation=separation, max_participations=most)
 
 
 def _local(

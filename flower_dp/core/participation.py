@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -22,6 +23,11 @@ class Participation:
 
     last: int
     count: int
+
+
+def default_separation(num_clients: int, cohort_size: int) -> int:
+    """Return four fifths of the largest separation with full cohorts: the rest is for clients that are not connected."""
+    return max(1, math.floor(0.8 * num_clients / cohort_size))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -112,7 +112,7 @@ class BLTMatrix(_Toeplitz):
     The next row needs one buffer for each decay, however many rounds there are.
 
     Attributes:
-        decays: the decay of each buffer, in (0, 1).
+        decays: the decay of each buffer, in [0, 1).
         scales: the weight of each buffer, >= 0; their sum is at most 1, so that the column does not increase.
     """
 

@@ -11,6 +11,7 @@ from flower_dp.audit.case import TrialRunner
 from flower_dp.audit.methods import correlated
 from flower_dp.core.participation import MinimumSeparationSampling
 from flower_dp.core.strategy_matrix import BandedMatrix
+from flower_dp.strategies import DPFTRL
 from flower_dp.strategies.releases.correlated_noise import CorrelatedSharing, SeparatedSum
 from flower_dp.strategies.releases.noised_sum import SumState
 from flower_dp.strategies.releases.participation_state import ParticipationState
@@ -108,3 +109,23 @@ def test_the_unit_takes_part_in_the_worst_pattern():
     c = runner.strategy.rules.training.noise.matrix.bands[1]
     matrix = np.eye(4) + c * np.eye(4, k=-1)
     np.testing.assert_allclose(weights, matrix.T @ matrix @ np.array([1.0, 0, 1, 0]), atol=1e-9)
+
+
+def test_the_case_of_a_run_has_the_noise_of_the_run():
+    words = {"num_clients": 20, "cohort_size": 2, "num_rounds": 8, "min_separation": 0, "max_participations": 0, "sampling": ""}
+    of_run = DPFTRL(
+        clip_norm=1.0,
+        epsilon=4.0,
+        num_rounds=8,
+        sampling=MinimumSeparationSampling(cohort_size=2, min_separation=8),
+        num_clients=20,
+        delta=20**-1.1,
+    )
+    for given, expected in (
+        ({"epsilon": 4.0, "noise_multiplier": 2.0}, of_run.rules.noise.promised_multiplier),
+        ({"epsilon": 0.0, "noise_multiplier": 2.0}, 2.0 / of_run.rules.noise.run_sensitivity),
+    ):
+        case = correlated("a run", clip_norm=1.0, delta=0.0, **words, **given)
+        assert case.strategy().rules.noise.promised_multiplier == pytest.approx(expected)
+    with pytest.raises(ValueError, match="a run: is not private"):
+        correlated("a run", clip_norm=1.0, delta=0.0, **words, epsilon=0.0, noise_multiplier=0.0)
