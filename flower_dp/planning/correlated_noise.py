@@ -70,6 +70,14 @@ class BISR:
 
     Attributes:
         bands: number of bands of C^-1; the server keeps one draw fewer. None: the power of 2 up to 64 with the least error.
+
+    Example:
+        >>> from flower_dp.core.strategy_matrix import ParticipationSchema
+        >>> from flower_dp.strategies import BISR
+        >>> schema = ParticipationSchema(num_rounds=1000, min_separation=200, max_participations=5)
+        >>> matrix = BISR().matrix(schema)
+        >>> round(matrix.sensitivity(schema) * matrix.prefix_error(1000), 2)
+        7.88
     """
 
     bands: int | None = None
@@ -92,6 +100,14 @@ class Banded:
     Attributes:
         bands: number of bands, at most `min_separation`: then no participations of one client overlap. The server keeps one
             earlier row fewer.
+
+    Example:
+        >>> from flower_dp.core.strategy_matrix import ParticipationSchema
+        >>> from flower_dp.strategies import Banded
+        >>> schema = ParticipationSchema(num_rounds=1000, min_separation=200, max_participations=5)
+        >>> matrix = Banded(bands=200).matrix(schema)
+        >>> round(matrix.sensitivity(schema) * matrix.prefix_error(1000), 2)
+        7.36
     """
 
     bands: int
@@ -113,7 +129,16 @@ class Banded:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tree:
-    """A binary tree of partial sums: the first DP-FTRL (Kairouz et al. 2021), for comparisons."""
+    """A binary tree of partial sums: the first DP-FTRL (Kairouz et al. 2021), for comparisons.
+
+    Example:
+        >>> from flower_dp.core.strategy_matrix import ParticipationSchema
+        >>> from flower_dp.strategies import Tree
+        >>> schema = ParticipationSchema(num_rounds=1000, min_separation=200, max_participations=5)
+        >>> matrix = Tree().matrix(schema)
+        >>> round(matrix.sensitivity(schema) * matrix.prefix_error(1000), 2)
+        12.9
+    """
 
     def matrix(self, schema: ParticipationSchema) -> TreeMatrix:
         """Return the tree, which is the same for all rounds and participations."""
