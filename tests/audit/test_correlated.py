@@ -16,9 +16,8 @@ from flower_dp.strategies.releases.correlated_noise import CorrelatedSharing, Se
 from flower_dp.strategies.releases.noised_sum import SumState
 from flower_dp.strategies.releases.participation_state import ParticipationState
 
-LABELS = [label for label in CASES if label.startswith("dp-ftrl")]
 BANDED = "dp-ftrl, banded"
-TRIALS, CONFIDENCE = 400, 0.99
+TRIALS, CONFIDENCE = 320, 0.99
 
 
 def reset(patch):
@@ -82,12 +81,12 @@ BUGS = [reset, redrawn, forgotten, too_early, uncounted, half, one_participation
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("label", LABELS)
-def test_an_honest_run_keeps_its_claim_and_comes_near_to_it(label):
-    found = audit(CASES[label], trials=TRIALS, confidence=CONFIDENCE)
+def test_an_honest_run_keeps_its_claim_and_comes_near_to_it():
+    """tests/audit/test_cases.py has the other kinds of noise."""
+    found = audit(CASES[BANDED], trials=300, confidence=CONFIDENCE)
     assert not found.violation
     assert found.could_refute
-    assert found.ratio > (0.5 if label == "dp-ftrl, tree" else 0.6)
+    assert found.ratio > 0.6
 
 
 @pytest.mark.slow
