@@ -17,7 +17,9 @@ from flower_dp.strategies.releases.noised_sum import SumState
 from flower_dp.strategies.releases.participation_state import ParticipationState
 
 BANDED = "dp-ftrl, banded"
-TRIALS, CONFIDENCE = 320, 0.99
+CONFIDENCE = 0.99
+# Fewer where a bug makes the noise much worse: mu grows by a factor of 1.35 where it is least.
+TRIALS = {"redrawn": 1200, "half": 700, "uncounted": 700, "one_participation": 700}
 
 
 def reset(patch):
@@ -96,7 +98,7 @@ def test_a_planted_bug_is_found(bug, monkeypatch):
     rounds = 3 if bug in (uncounted, one_participation) else 2
     bug(monkeypatch)
     case = correlated(bug.__name__, noise="banded", bands=2, rounds=rounds, stock=True)
-    assert audit(case, trials=TRIALS, confidence=CONFIDENCE).violation
+    assert audit(case, trials=TRIALS.get(bug.__name__, 320), confidence=CONFIDENCE).violation
 
 
 def test_the_unit_takes_part_in_the_worst_pattern():
