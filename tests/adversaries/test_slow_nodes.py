@@ -249,7 +249,8 @@ def test_many_replies_take_one_request_and_devices_that_upload_nothing_no_thread
     before, replies = threading.active_count(), []
     for reply in Replies(grid, asked_of(grid, 100), 3.0):
         replies.append(reply)
-        assert threading.active_count() <= before + 2  # Flower's own, while an object is pulled
+        # Flower pulls an object in a few threads of its own, and other tests' threads may begin meanwhile; one a device would be 99.
+        assert threading.active_count() <= before + 10
     assert [reply.metadata.src_node_id for reply in replies] == [100]
     assert grid.requests["PullMessages"] < 25
     assert grid.requests["PullObject"] < 100 * 8 * 3
