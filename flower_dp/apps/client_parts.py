@@ -102,7 +102,7 @@ def client_level_client(
     evaluating = rules.evaluation
     smallest, largest = rules.clip_norms
     training = training_of(settings, sam_radius=sam_radius, loss=loss)
-    correlated = bool(rules.noise.numbers)
+    correlated = bool(rules.noise.num_rounds_of_event)
     kept = rules.release.sampler if isinstance(rules.release.sampler, MinimumSeparationSampling) else None
     return parts.DPClient(
         model=model,

@@ -5,13 +5,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from flower_dp.apps.methods import defaults
-from flower_dp.apps.settings import DEALT, FUNCTIONS, SAMPLINGS
+from flower_dp.apps.settings import DEALT, FUNCTIONS, SAMPLING_KEYS, SAMPLINGS
 from flower_dp.apps.tasks import TASKS
 from flower_dp.core import checks
 from flower_dp.methods import METHODS
 
-# With shared noise these settings decide how much noise a client adds itself.
-_SHARED = ("sampling", "sampling-rate", "cohort-size", "min-separation", "max-participations")
 # Keys of a node-config that are not settings, and resemble some.
 _NODE_KEYS = ("partition-id", "num-partitions", "ledger-path")
 # Similarity in [0, 1] (`difflib`) from which a key is taken for a misspelled setting.
@@ -77,7 +75,7 @@ def own_settings(run_config: Mapping[str, Any], node_config: Mapping[str, Any], 
             raise ValueError(f"min-separation: {why}; set min-separation in its node-config, to 1 or more")
         _check_defaults(config, node_config, ("num-rounds", "max-participations"), why)
     if f"{method}.placement" in table and config[f"{method}.placement"] == "distributed":
-        _check_defaults(config, node_config, _SHARED, "how much noise this device adds is not the server's to decide")
+        _check_defaults(config, node_config, SAMPLING_KEYS, "how much noise this device adds is not the server's to decide")
     return config
 
 

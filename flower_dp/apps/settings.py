@@ -33,6 +33,8 @@ SAMPLED = {
     "min_separation": ("minimum-separation",),
     "max_participations": ("minimum-separation",),
 }
+# Keys that decide the cohorts.
+SAMPLING_KEYS = ("sampling", *(name.replace("_", "-") for name in SAMPLED))
 # Values that turn a setting off, where that is not the default.
 _OFF = {"momentum": 0.0, "learning_rate_decay": 0.0, "sampling_rate": 0.0}
 

@@ -3,12 +3,11 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from flower_dp.apps.settings import SAMPLED, Evaluation, key_of
+from flower_dp.apps.settings import SAMPLED, SAMPLING_KEYS, Evaluation, key_of
 from flower_dp.apps.tasks import TASKS
 from flower_dp.apps.tasks.partitions import WITH_CLASSES
 from flower_dp.methods import METHODS, TRAINING
 
-_SAMPLING = ("sampling", "sampling-rate", "cohort-size", "min-separation", "max-participations")
 _STEPS = ("learning-rate", "learning-rate-decay")
 _ADAPTIVE = ("clip-learning-rate", "clip-count-noise-std", "min-clip-norm", "max-clip-norm")
 
@@ -41,9 +40,9 @@ def with_method(preset: Mapping[str, Any], name: str) -> dict[str, Any]:
         return {**preset, "method": name}  # refused when it is read
     before, after = METHODS[preset["method"]], METHODS[name]
     sampling, unread_by = preset.get("sampling") or before.samplings[0], by_others(name, None)
-    dropped = {*(_SAMPLING if sampling not in after.samplings else ()), *(_STEPS if before.reads != after.reads else ())}
+    dropped = {*(SAMPLING_KEYS if sampling not in after.samplings else ()), *(_STEPS if before.reads != after.reads else ())}
     kept = {key: value for key, value in preset.items() if key not in dropped and not unread_by(key)}
-    explicit = {"sampling": sampling} if set(_SAMPLING) & kept.keys() else {}
+    explicit = {"sampling": sampling} if set(SAMPLING_KEYS) & kept.keys() else {}
     return {**kept, **explicit, "method": name}
 
 

@@ -50,7 +50,7 @@ class ScaffoldRecipe(DPFedPAQRecipe):
             reply, and all replies together cost more: see `update_terms`.
         quantization_levels: levels above 0 of the quantized row; None: float32.
         loss: model outputs, targets -> loss, for batches of one record.
-        common: server's c [d] of a round: see `given`.
+        common: server's c [d] of a round: see `with_vectors`.
         own: client's c_i [d]; None: zero.
 
     Raises:

@@ -148,8 +148,8 @@ def plan(values: Mapping[str, object]) -> planner.Plan[Problem, Point]:
     matrix = problem.matrix(problem.noise, schema)
     try:
         points = _points(problem, schema)
-    except ValueError as error:
-        raise ProblemError("epsilon", str(error)) from error
+    except ValueError as cause:
+        raise ProblemError("epsilon", str(cause)) from cause
     best, sensitivity = points[problem.noise], matrix.sensitivity(schema)
     return planner.Plan(
         problem=problem,

@@ -42,7 +42,7 @@ def unbroken_output(stream: TextIO | None = None) -> Iterator[None]:
 
 
 def echo(line: str, stream: TextIO | None = None) -> None:
-    """Write a line to a stream, by default standard output; see `shown`."""
+    """Write a line to a stream, by default standard output; see `unbroken_output`."""
     with unbroken_output(stream):
         typer.echo(line, file=stream)
 

@@ -306,7 +306,8 @@ def _adversaries(rules: ClientLevelRules, charges: Charges, inside: PrivacyCost,
     separated = isinstance(release.sampler, MinimumSeparationSampling)
     often = "asked as often as the separation allows" if separated else "selected in every round"
     sees_as_client = f"what outsiders see{knows}; each alone, as if {often}"
-    rows = math.inf if rules.noise.numbers else rules.least_noise_multiplier(charges)  # the one event is not that of a round
+    # An event of several rounds is not that of one.
+    rows = math.inf if rules.noise.num_rounds_of_event else rules.least_noise_multiplier(charges)
     least = min(rows, release.mechanism.noise_multiplier) * release.clip_norm
     return (
         Adversary.of("outsiders", outside, view=f"{published}{secret}", lowest_noise_std=release.noise_scale),
@@ -318,7 +319,7 @@ def _adversaries(rules: ClientLevelRules, charges: Charges, inside: PrivacyCost,
 def _paper(rules: ClientLevelRules, charges: Charges, run: RunFacts) -> PaperEpsilon | None:
     """Return the paper's RDP epsilon of the same rounds, with a check of its assumptions."""
     release = rules.release
-    if not release.mechanism.noise_multiplier or not rules.num_rounds(charges) or rules.noise.numbers:
+    if not release.mechanism.noise_multiplier or not rules.num_rounds(charges) or rules.noise.num_rounds_of_event:
         return None  # with correlated noise there is no such formula
     sampling_rate = release.expected_cohort_size / release.num_units
     # The paper samples without replacement and accounts as if by Poisson, add-or-remove-one.

@@ -21,7 +21,7 @@ from flower_dp.strategies.releases.left_out import RoundDiscarded
 from flower_dp.strategies.releases.noised_sum import NoisedSum, check_relation
 from flower_dp.strategies.releases.release import Release, RoundRequest
 from flower_dp.strategies.releases.replies import CollectedReplies
-from flower_dp.strategies.releases.shared_noise import NoiseSharing, as_base
+from flower_dp.strategies.releases.shared_noise import NoiseSharing, converted
 from flower_dp.strategies.run_state import RunState
 
 
@@ -182,8 +182,8 @@ class NoisedSumEvaluation(NoisedSum):
             why = "an evaluation keeps no separation; use PoissonSampling or FullSampling"
             raise checks.refusal("sampling", plan.sampling, why)
         # Made anew: the training's noise may be correlated, and its event may be that of all rounds.
-        release = as_base(trained, privacy.Release, clip_norm=1.0, mechanism=mechanism, sampler=plan.sampling)
-        noise = as_base(shared, NoiseSharing, release=release, compresses_noised_updates=False)
+        release = converted(trained, privacy.Release, clip_norm=1.0, mechanism=mechanism, sampler=plan.sampling)
+        noise = converted(shared, NoiseSharing, release=release, compresses_noised_updates=False)
         metrics = MetricBounds(bounds=plan.metrics)
         return cls(name=wire.EVALUATION, noise=noise, metrics=metrics, plan=plan, training=training.name)
 

@@ -224,15 +224,8 @@ def test_one_event_of_the_whole_run_is_charged_before_its_first_message(noise, r
 
 
 def test_a_run_that_ends_early_costs_as_much(tmp_path):
-    strategy, grid = strategy_of(num_clients=CLIENTS), Grid()
-
-    def stop(server_round):
-        if server_round == 3:
-            raise Killed
-
-    grid.before = stop
-    with pytest.raises(Killed):
-        start(strategy, grid, tmp_path / "run")
+    strategy = strategy_of(num_clients=CLIENTS)
+    start_killed(strategy, tmp_path / "run", server_round=3)
     assert "for the whole run of 8 rounds, 3 of them charged so far." in str(strategy.statement)
     whole = accounting.epsilon(
         GaussianDpEvent(Z / strategy.rules.noise.matrix.sensitivity(SCHEMA)), delta=1e-5, relation="add-or-remove-one"
@@ -425,6 +418,19 @@ class Killed(BaseException):
     """The server's process has ended."""
 
 
+def start_killed(strategy, folder, *, server_round):
+    """Start a run whose server's process ends in a round, before its messages leave."""
+
+    def stop(number):
+        if number == server_round:
+            raise Killed
+
+    grid = Grid()
+    grid.before = stop
+    with pytest.raises(Killed):
+        start(strategy, grid, folder)
+
+
 POINTS = ("charged", "noise written", "messages sent", "learnt")
 
 
@@ -487,15 +493,8 @@ def test_a_resumed_run_continues_the_same_noise_and_keeps_the_separation(at, in_
 
 
 def test_a_machine_that_draws_other_numbers_cannot_resume(tmp_path):
-    folder, grid = tmp_path / "run", Grid()
-
-    def stop(server_round):
-        if server_round == 4:
-            raise Killed
-
-    grid.before = stop
-    with pytest.raises(Killed):
-        start(strategy_of(), grid, folder)
+    folder = tmp_path / "run"
+    start_killed(strategy_of(), folder, server_round=4)
     found = secret_of(folder)
     state = found.secret["dp-ftrl"]
     changed = replace(state, checksum=state.checksum + 1)
@@ -645,15 +644,8 @@ def test_what_is_released_lies_on_the_lattice():
 
 def test_two_continuations_of_one_folder_share_no_new_noise(tmp_path):
     """A copy of the run's folder that goes on beside it: the two models of a round differ by noise, not by updates alone."""
-    folder, grid, models = tmp_path / "run", Grid(), []
-
-    def stop(server_round):
-        if server_round == 4:
-            raise Killed
-
-    grid.before = stop
-    with pytest.raises(Killed):
-        start(strategy_of(), grid, folder)
+    folder, models = tmp_path / "run", []
+    start_killed(strategy_of(), folder, server_round=4)
     shutil.copytree(folder, tmp_path / "copy")
     for place in (folder, tmp_path / "copy"):
         models.append({})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
 import msgspec
@@ -19,7 +19,7 @@ from flower_dp.planning.correlated_noise import CorrelatedNoise
 from flower_dp.privacy.release import Release
 from flower_dp.strategies.releases.noised_sum import NoisedSum, SumState
 from flower_dp.strategies.releases.participation_state import ParticipationState
-from flower_dp.strategies.releases.shared_noise import NoiseSharing
+from flower_dp.strategies.releases.shared_noise import NoiseSharing, converted
 from flower_dp.strategies.run_state import RunState
 from flower_dp.wire import ReleaseRequest, Separation
 
@@ -84,10 +84,8 @@ class CorrelatedSharing(NoiseSharing):
         """
         schema = schema_of(shared.release.sampler, num_rounds)
         matrix = kind.matrix(schema)
-        words = {part.name: getattr(shared.release, part.name) for part in fields(Release)}
-        release = RunRelease(**words, sensitivity_of_run=matrix.sensitivity(schema))
-        words = {part.name: getattr(shared, part.name) for part in fields(NoiseSharing)} | {"release": release}
-        return cls(**words, kind=kind, schema=schema, digest=matrix.digest, matrix=matrix)
+        release = converted(shared.release, RunRelease, sensitivity_of_run=matrix.sensitivity(schema))
+        return converted(shared, cls, release=release, kind=kind, schema=schema, digest=matrix.digest, matrix=matrix)
 
     @property
     def run_sensitivity(self) -> float:

@@ -290,6 +290,7 @@ class NoiseSharing:
         return replace(release, mechanism=Gaussian(noise_multiplier=left))
 
 
-def as_base(value: Any, kind: type[T], **changes: Any) -> T:
-    """Return an object of a dataclass with the fields of `value`, which may have more, and some other ones."""
-    return kind(**{part.name: getattr(value, part.name) for part in fields(kind)} | changes)  # type: ignore[arg-type]
+def converted(value: Any, kind: type[T], /, **changes: Any) -> T:
+    """Return an object of another dataclass with the fields that both have, and some other ones."""
+    both = {part.name for part in fields(value)} & {part.name for part in fields(kind)}  # type: ignore[arg-type]
+    return kind(**{name: getattr(value, name) for name in both} | changes)
